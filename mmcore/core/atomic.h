@@ -1,0 +1,71 @@
+/*
+ * Atomics named by what they promise. The suffix is the memory order:
+ *   _relaxed   only the access itself is atomic: statistics, hints, flags read under a lock
+ *   _acquire   what follows stays behind it: taking a lock, taking a reference
+ *   _release   what precedes stays before it: dropping a lock, publishing
+ *   _acq_rel   both: dropping a reference (whoever reaches 0 must see all that the others did)
+ * 32-bit operations are on counters that the kernel keeps as signed int. They are unsigned here, so that crossing
+ * INT_MAX wraps in a defined way and "less than" means underflow.
+ */
+#ifndef MMCORE_ATOMIC_H
+#define MMCORE_ATOMIC_H
+
+#include <stdint.h>
+#include <pthread.h>
+
+static inline uint32_t a32_load_relaxed(const void *p) { return __atomic_load_n((const uint32_t *)p, __ATOMIC_RELAXED); }
+static inline uint32_t a32_load_acquire(const void *p) { return __atomic_load_n((const uint32_t *)p, __ATOMIC_ACQUIRE); }
+static inline void a32_store_relaxed(void *p, uint32_t v) { __atomic_store_n((uint32_t *)p, v, __ATOMIC_RELAXED); }
+static inline void a32_store_release(void *p, uint32_t v) { __atomic_store_n((uint32_t *)p, v, __ATOMIC_RELEASE); }
+/* All fetch operations return the value before. */
+static inline uint32_t a32_fetch_add_relaxed(void *p, uint32_t v) { return __atomic_fetch_add((uint32_t *)p, v, __ATOMIC_RELAXED); }
+static inline uint32_t a32_fetch_add_acq_rel(void *p, uint32_t v) { return __atomic_fetch_add((uint32_t *)p, v, __ATOMIC_ACQ_REL); }
+static inline uint32_t a32_fetch_sub_acq_rel(void *p, uint32_t v) { return __atomic_fetch_sub((uint32_t *)p, v, __ATOMIC_ACQ_REL); }
+
+/* Replace the value when it still is *expected; otherwise put what it is into *expected. */
+static inline int a32_cas_acq_rel(void *p, uint32_t *expected, uint32_t v)
+{
+	return __atomic_compare_exchange_n((uint32_t *)p, expected, v, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+static inline uint64_t a64_load_relaxed(const void *p) { return __atomic_load_n((const uint64_t *)p, __ATOMIC_RELAXED); }
+static inline uint64_t a64_load_acquire(const void *p) { return __atomic_load_n((const uint64_t *)p, __ATOMIC_ACQUIRE); }
+static inline void a64_store_relaxed(void *p, uint64_t v) { __atomic_store_n((uint64_t *)p, v, __ATOMIC_RELAXED); }
+static inline void a64_store_release(void *p, uint64_t v) { __atomic_store_n((uint64_t *)p, v, __ATOMIC_RELEASE); }
+static inline uint64_t a64_fetch_add_relaxed(void *p, uint64_t v) { return __atomic_fetch_add((uint64_t *)p, v, __ATOMIC_RELAXED); }
+static inline uint64_t a64_fetch_or_acquire(void *p, uint64_t v) { return __atomic_fetch_or((uint64_t *)p, v, __ATOMIC_ACQUIRE); }
+static inline uint64_t a64_fetch_or_relaxed(void *p, uint64_t v) { return __atomic_fetch_or((uint64_t *)p, v, __ATOMIC_RELAXED); }
+static inline uint64_t a64_fetch_or_acq_rel(void *p, uint64_t v) { return __atomic_fetch_or((uint64_t *)p, v, __ATOMIC_ACQ_REL); }
+static inline uint64_t a64_fetch_and_release(void *p, uint64_t v) { return __atomic_fetch_and((uint64_t *)p, v, __ATOMIC_RELEASE); }
+static inline uint64_t a64_fetch_and_acq_rel(void *p, uint64_t v) { return __atomic_fetch_and((uint64_t *)p, v, __ATOMIC_ACQ_REL); }
+
+/* Tell the processor that this is a spin; costs it nothing elsewhere. */
+static inline void cpu_relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+	__builtin_ia32_pause();
+#elif defined(__aarch64__)
+	__asm__ __volatile__("yield");
+#endif
+}
+
+static inline void prefetch_read(const void *p) { __builtin_prefetch(p, 0, 3); }
+static inline void prefetch_write(const void *p) { __builtin_prefetch(p, 1, 3); }
+
+static inline int ctz64(uint64_t v) { return __builtin_ctzll(v); }
+static inline int clz64(uint64_t v) { return __builtin_clzll(v); }
+static inline int popcount64(uint64_t v) { return __builtin_popcountll(v); }
+
+/* Branch hints: the unlikely side is an error or a rare case. */
+#define mm_unlikely(x) __builtin_expect(!!(x), 0)
+#define mm_likely(x) __builtin_expect(!!(x), 1)
+
+/* A small number that is the same for all calls of one thread, and mostly another one in another thread. */
+static inline unsigned thread_slot(unsigned nr_slots)
+{
+	uint64_t id = (uint64_t)(uintptr_t)pthread_self();
+
+	return (unsigned)((id * 0x9e3779b97f4a7c15ULL) >> 40) & (nr_slots - 1);
+}
+
+#endif

@@ -1,0 +1,851 @@
+"""Memory and its handles: set-up, statistics, views."""
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.errno cimport errno
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset, strerror
+
+import contextlib
+import errno as _errno
+from collections import namedtuple
+
+import numpy as np
+
+from .errors import BadPage, InvalidArgument, MMError
+from .page import PAGE_DTYPE, PageFlags, ZONE_NAMES
+from .size import format_size, parse_size
+
+__all__ = ["Memory", "Page", "Folio", "Zone", "DevicePages", "Device_region"]
+
+cdef extern from *:
+    """
+    #include <sys/mman.h>
+    #ifndef MAP_NORESERVE
+    #define MAP_NORESERVE 0
+    #endif
+    #ifndef MAP_ANONYMOUS
+    #define MAP_ANONYMOUS MAP_ANON
+    #endif
+
+    static void *mm_reserve(size_t size, int huge)
+    {
+        void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+        if (at == MAP_FAILED)
+            return NULL;
+    #ifdef MADV_HUGEPAGE
+        if (huge)
+            madvise(at, size, MADV_HUGEPAGE);
+    #endif
+        return at;
+    }
+    static void mm_unreserve(void *at, size_t size)
+    {
+        munmap(at, size);
+    }
+    """
+    void *mm_reserve(size_t size, bint huge) nogil
+    void mm_unreserve(void *at, size_t size) nogil
+
+Zone = namedtuple("Zone", "name start_pfn end_pfn present managed free")
+Zone.__doc__ = """One zone: PFNs [start_pfn, end_pfn); present, managed and free pages."""
+
+DEVICE_TYPES = {"generic": DEVICE_GENERIC, "fsdax": DEVICE_FSDAX, "coherent": DEVICE_COHERENT,
+                "private": DEVICE_PRIVATE, "pci_p2pdma": DEVICE_PCI_P2PDMA}
+INJECT_SITES = {"frame": INJECT_FRAME, "table": INJECT_TABLE, "list": INJECT_LIST, "sg": INJECT_SG,
+                "iommu_map": INJECT_IOMMU_MAP, "migrate": INJECT_MIGRATE, "alloc": INJECT_ALLOC}
+VMSTAT = {"nr_foll_pin_acquired": NR_FOLL_PIN_ACQUIRED, "nr_foll_pin_released": NR_FOLL_PIN_RELEASED,
+          "nr_dirty": NR_DIRTY, "nr_writeback": NR_WRITEBACK, "nr_dirtied": NR_DIRTIED, "nr_written": NR_WRITTEN,
+          "pgalloc": PGALLOC, "pgfree": PGFREE, "nr_poisoned": NR_POISONED}
+OPSTATS = {"ref_atomics": OP_REF_ATOMICS, "pincount_atomics": OP_PINCOUNT_ATOMICS, "head_lookups": OP_HEAD_LOOKUPS,
+           "folio_locks": OP_FOLIO_LOCKS, "leaf_walks": OP_LEAF_WALKS}
+THP_MODES = ("always", "madvise", "never")
+
+
+class DevicePages:
+    """Ask for a ZONE_DEVICE range: a size in bytes, a type, an alignment, compound folios or base pages.
+
+    type: "generic" (device-dax), "fsdax", "coherent", "private" or "pci_p2pdma". align: "4K", "2M" or "1G", the size
+    of its folios (compound=True) or of the leaves that map its base pages (compound=False).
+    """
+
+    def __init__(self, size, type="generic", align="4K", compound=True):
+        self.size = parse_size(size, "size of device pages")
+        if type not in DEVICE_TYPES:
+            raise InvalidArgument(f"device pages of type {type!r}; known are {', '.join(DEVICE_TYPES)}")
+        self.type = type
+        self.align = parse_size(align, "alignment of device pages")
+        self.compound = bool(compound)
+
+    def __repr__(self):
+        return (f"DevicePages({format_size(self.size)!r}, type={self.type!r}, align={format_size(self.align)!r}, "
+                f"compound={self.compound})")
+
+
+class Device_region(namedtuple("DeviceRegion", "start_pfn nr_pages type align compound")):
+    """A ZONE_DEVICE range of a Memory: first PFN, pages, type, alignment in bytes, compound or not."""
+    __slots__ = ()
+
+
+# ---- reservations and buffers ---------------------------------------------------------------------------------------
+cdef void *reserve(uint64_t size, bint huge) noexcept nogil:
+    return mm_reserve(size, huge)
+
+cdef void unreserve(void *at, uint64_t size) noexcept nogil:
+    mm_unreserve(at, size)
+
+cdef enum:
+    BIG_BUFFER = 1 << 18        # from here on a buffer is mapped, advised to be huge, and kept when it is given back
+    KEPT_BUFFERS = 8
+    KEPT_BYTES = 128 << 20
+
+cdef struct kept_t:
+    void *at
+    uint64_t size
+
+cdef kept_t kept[KEPT_BUFFERS]
+cdef uint64_t kept_bytes = 0
+cdef pthread_mutex_t kept_lock
+pthread_mutex_init(&kept_lock, NULL)
+
+cdef uint64_t buffer_size(uint64_t size) noexcept nogil:
+    cdef uint64_t rounded = BIG_BUFFER
+    while rounded < size:
+        rounded <<= 1
+    return rounded
+
+cdef void *buffer_alloc(uint64_t size) noexcept nogil:
+    """Memory for a list of this many bytes, NULL when there is none. Content is undefined."""
+    cdef int i
+    cdef void *at = NULL
+    if size < BIG_BUFFER:
+        return malloc(size if size else 1)
+    size = buffer_size(size)
+    pthread_mutex_lock(&kept_lock)
+    global kept_bytes
+    for i in range(KEPT_BUFFERS):
+        if kept[i].size == size:
+            at = kept[i].at
+            kept[i].size = 0
+            kept_bytes -= size
+            break
+    pthread_mutex_unlock(&kept_lock)
+    if at == NULL:
+        at = mm_reserve(size, True)
+    return at
+
+cdef void buffer_free(void *buffer, uint64_t size) noexcept nogil:
+    """Give a buffer back; size is what buffer_alloc was asked for."""
+    cdef int i
+    if size < BIG_BUFFER:
+        free(buffer)
+        return
+    size = buffer_size(size)
+    pthread_mutex_lock(&kept_lock)
+    global kept_bytes
+    if kept_bytes + size <= KEPT_BYTES:
+        for i in range(KEPT_BUFFERS):
+            if kept[i].size == 0:
+                kept[i].at = buffer
+                kept[i].size = size
+                kept_bytes += size
+                buffer = NULL
+                break
+    pthread_mutex_unlock(&kept_lock)
+    if buffer != NULL:
+        mm_unreserve(buffer, size)
+
+# ---- fault injection ------------------------------------------------------------------------------------------------
+cdef bint inject_hit(mem_t *m, int site) noexcept nogil:
+    cdef uint32_t left = a32_load_relaxed(&m.inject[site])
+    while left != 0:
+        if a32_cas_acq_rel(&m.inject[site], &left, left - 1):
+            return left == 1
+    return False
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+cdef uint8_t *page_bytes_slow(mem_t *m, uint64_t pfn) noexcept nogil:
+    cdef uint8_t *at = m.bytes + (pfn << m.page_shift)
+    pthread_mutex_lock(&m.bytes_lock)
+    if not test_flag(&m.map[pfn], PG_mm_written):
+        memset(at, 0, <size_t>1 << m.page_shift)
+        a64_fetch_or_acq_rel(&m.map[pfn].flags, ONE << PG_mm_written)
+    pthread_mutex_unlock(&m.bytes_lock)
+    return at
+
+# ---- set-up ---------------------------------------------------------------------------------------------------------
+cdef uint64_t bitmap_words(uint64_t nr_bits) noexcept nogil:
+    cdef uint64_t total = 0
+    while True:
+        nr_bits = (nr_bits + 63) >> 6
+        total += nr_bits
+        if nr_bits <= 1:
+            return total
+
+cdef uint64_t *bitmap_place(bitmap_t *b, uint64_t nr_bits, uint64_t *at) noexcept nogil:
+    """Lay the levels of an empty set out at `at`; return what follows."""
+    b.nr_bits = nr_bits
+    b.nr_levels = 0
+    while True:
+        nr_bits = (nr_bits + 63) >> 6
+        b.level[b.nr_levels] = at
+        b.nr_levels += 1
+        at += nr_bits
+        if nr_bits <= 1:
+            return at
+
+cdef int region_init(mem_t *m, uint64_t start, uint64_t end, unsigned zone, unsigned migratetype) noexcept nogil:
+    cdef region_t *r = &m.region[m.nr_regions]
+    cdef uint64_t words = 0, span
+    cdef uint64_t *at
+    cdef unsigned order
+    r.start, r.end, r.zone, r.migratetype = start, end, zone, migratetype
+    r.base = (start >> m.max_order) << m.max_order
+    r.zone_flags = <uint64_t>zone << ZONE_SHIFT
+    r.frontier = start
+    r.managed = end - start
+    span = end - r.base
+    for order in range(m.max_order + 1):
+        words += bitmap_words((span + (ONE << order) - 1) >> order)
+    r.bits_size = words * 8
+    r.bits = mm_reserve(r.bits_size, False)
+    if r.bits == NULL:
+        return -1
+    at = <uint64_t *>r.bits
+    for order in range(m.max_order + 1):
+        at = bitmap_place(&r.free[order], (span + (ONE << order) - 1) >> order, at)
+    pthread_mutex_init(&r.lock, NULL)
+    m.nr_regions += 1
+    return 0
+
+cdef void region_add_free(mem_t *m, region_t *r, uint64_t start, uint64_t end) noexcept nogil:
+    """Put a range that was never used on the free lists, in the largest aligned blocks."""
+    cdef unsigned order
+    cdef uint64_t pfn = start
+    while pfn < end:
+        order = m.max_order
+        while pfn & ((ONE << order) - 1) or pfn + (ONE << order) > end:
+            order -= 1
+        bitmap_set(&r.free[order], (pfn - r.base) >> order)
+        r.nr_blocks[order] += 1
+        r.nr_free += ONE << order
+        pfn += ONE << order
+
+cdef void teardown(mem_t *m) noexcept nogil:
+    cdef int i
+    for i in range(m.nr_regions):
+        mm_unreserve(m.region[i].bits, m.region[i].bits_size)
+        pthread_mutex_destroy(&m.region[i].lock)
+    for i in range(m.nr_pools):
+        free(m.pool[i].free)
+        pthread_mutex_destroy(&m.pool[i].lock)
+    if m.bytes != NULL:
+        mm_unreserve(m.bytes, m.nr_pages << m.page_shift)
+    if m.blocktype != NULL:
+        mm_unreserve(m.blocktype, (m.nr_pages >> m.pageblock_order) + 1)
+    if m.stats != NULL:
+        mm_unreserve(m.stats, NR_STAT_SLOTS * sizeof(stat_slot_t))
+    if m.map != NULL:
+        mm_unreserve(m.map, m.nr_pages * sizeof(page_t))
+    memset(m, 0, sizeof(mem_t))
+
+cdef object no_address_space(str what, uint64_t size):
+    cdef str reason = strerror(errno).decode()
+    return MMError(_errno.ENOMEM,
+                   f"the system refused to reserve {format_size(size)} of address space for {what} ({reason}). The "
+                   "reservation costs no memory until it is touched; it is refused by `ulimit -v` or by "
+                   "vm.overcommit_memory=2. Raise the limit (ulimit -v unlimited), set "
+                   "`sysctl vm.overcommit_memory=0`, or take a smaller Memory")
+
+
+cdef unsigned order_of(uint64_t nr_pages) noexcept nogil:
+    return 63 - <unsigned>clz64(nr_pages)
+
+
+cdef class Memory:
+    """Model a machine's physical memory: a mem_map of 64-byte struct pages on which everything else works.
+
+    Memory(size, *, page_size=4096, movable=0, cma=0, hugetlb=None, devices=(), thp="madvise", shmem_thp="never",
+    mthp=(), debug=False). Sizes are bytes or strings ("16G"). `movable` and `cma` are parts of `size` at its end, in
+    ZONE_MOVABLE and in CMA page blocks, rounded up to whole page blocks. `hugetlb` maps sizes to numbers of pages that
+    are set aside at once ({"2M": 64}). `devices` are DevicePages, placed behind `size`. `debug` turns the kernel's
+    DEBUG_VM checks on; they raise BadPage.
+
+    Raises InvalidArgument for sizes that do not fit together, MMError(ENOMEM) when the pools do not fit or the system
+    refuses the reservation. Threads may use one Memory at once; close() waits for nobody and refuses while it is in
+    use. Kernel counterpart: mem_map, pg_data_t, zones.
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        memset(&self.m, 0, sizeof(mem_t))
+
+    def __init__(self, size, *, page_size=4096, movable=0, cma=0, hugetlb=None, devices=(), thp="madvise",
+                 shmem_thp="never", mthp=(), debug=False):
+        if self.m.map != NULL:
+            raise InvalidArgument("this Memory is set up already")
+        cdef mem_t *m = &self.m
+        page_size = parse_size(page_size, "page_size")
+        if page_size not in (4096, 16384, 65536):
+            raise InvalidArgument(f"page_size {page_size} is none of 4K, 16K, 64K")
+        m.page_shift = order_of(page_size)
+        m.max_order = {12: 10, 14: 11, 16: 13}[m.page_shift]
+        m.pmd_order = m.page_shift - 3      # a table of 8-byte entries fills a page
+        m.pageblock_order = m.pmd_order
+        m.debug = debug
+        for name, mode in (("thp", thp), ("shmem_thp", shmem_thp)):
+            if mode not in THP_MODES:
+                raise InvalidArgument(f"{name}={mode!r} is none of {', '.join(THP_MODES)}")
+        mthp = tuple(sorted(set(mthp)))
+        if any(not 1 < order < m.pmd_order for order in mthp):
+            raise InvalidArgument(f"mthp={mthp}: orders of PTE-mapped large folios are 2..{m.pmd_order - 1}")
+        nbytes = parse_size(size)
+        devices = tuple(devices)
+        self.config = {"size": nbytes, "page_size": page_size, "movable": parse_size(movable, "movable"),
+                       "cma": parse_size(cma, "cma"), "hugetlb": dict(hugetlb or {}), "devices": devices,
+                       "thp": thp, "shmem_thp": shmem_thp, "mthp": mthp, "debug": bool(debug)}
+        try:
+            boot(self, nbytes, page_size)
+        except BaseException:
+            teardown(m)
+            raise
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+    cdef mem_t *ptr(self) except NULL:
+        if self.m.map == NULL:
+            raise InvalidArgument("this Memory is closed")
+        return &self.m
+
+    cdef mem_t *enter(self) except NULL:
+        cdef mem_t *m = self.ptr()
+        a32_fetch_add_acq_rel(&self.users, 1)
+        return m
+
+    cdef void leave(self) noexcept:
+        a32_fetch_sub_acq_rel(&self.users, 1)
+
+    def close(self):
+        """Give the memory back to the system; every later use raises InvalidArgument. Does nothing when closed.
+
+        Raises MMError(EBUSY) while a view of .pages, a page_address() or another thread's call is alive.
+        """
+        if self.m.map == NULL:
+            return
+        if a32_load_acquire(&self.users) or self.views:
+            raise MMError(_errno.EBUSY, f"close() while {self.views} views of this Memory (.pages, page_address) and "
+                                        f"{a32_load_acquire(&self.users)} running calls use it: drop them first")
+        teardown(&self.m)
+
+    @property
+    def closed(self):
+        """True after close()."""
+        return self.m.map == NULL
+
+    def __enter__(self):
+        self.ptr()
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def __dealloc__(self):
+        # Views keep this object alive, so none is left here.
+        teardown(&self.m)
+
+    def __repr__(self):
+        if self.m.map == NULL:
+            return "<Memory closed>"
+        return (f"<Memory {format_size(self.config['size'])}, pages of {format_size(ONE << self.m.page_shift)}, "
+                f"{sum(zone.free for zone in self.zones)} free>")
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+    @property
+    def nr_pages(self):
+        """Pages of mem_map, ZONE_DEVICE included."""
+        return self.ptr().nr_pages
+
+    @property
+    def page_size(self):
+        """Bytes of a base page."""
+        return ONE << self.ptr().page_shift
+
+    @property
+    def debug(self):
+        """True when the kernel's DEBUG_VM checks are on."""
+        return self.ptr().debug
+
+    @property
+    def pmd_order(self):
+        """Order of what one PMD maps: 9 with 4 KiB pages."""
+        return self.ptr().pmd_order
+
+    @property
+    def max_order(self):
+        """Largest order that folio_alloc gives: 10 with 4 KiB pages."""
+        return self.ptr().max_order
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        cdef mem_t *m = self.ptr()
+        PyBuffer_FillInfo(view, self, <void *>m.map, <Py_ssize_t>(frontier_of(m) * sizeof(page_t)), 1, flags)
+        self.views += 1
+
+    def __releasebuffer__(self, Py_buffer *view):
+        self.views -= 1
+
+    @property
+    def pages(self):
+        """View mem_map, read-only: a structured array of PAGE_DTYPE whose index is the PFN.
+
+        It ends at the highest PFN that was ever in use; a new one is made at each access, and close() refuses while
+        one is alive. The values are live: other threads change them under the reader.
+        """
+        self.ptr()
+        return np.frombuffer(self, PAGE_DTYPE)
+
+    def pfn_valid(self, pfn):
+        """Tell whether a PFN can be a page's: 0 < pfn < nr_pages, and in no hole between devices."""
+        cdef mem_t *m = self.ptr()
+        if not isinstance(pfn, int) and not hasattr(pfn, "__index__"):
+            return False
+        pfn = int(pfn)
+        if not 0 < pfn < m.nr_pages:
+            return False
+        return pfn < m.nr_ram or device_of(m, pfn) != NULL
+
+    cdef uint64_t check_pfn(self, object pfn) except 0:
+        cdef mem_t *m = self.ptr()
+        if not self.pfn_valid(pfn):
+            if not hasattr(pfn, "__index__"):
+                raise TypeError(f"a PFN is an integer, not {pfn!r}")
+            if pfn == 0:
+                raise InvalidArgument("PFN 0 is no page: it stands for NULL", pfn=0)
+            raise InvalidArgument(f"PFN {int(pfn):#x} is outside this Memory: PFNs are 1..{m.nr_pages - 1:#x}"
+                                  + (" without the holes between devices" if m.nr_devices else ""), pfn=int(pfn))
+        return <uint64_t>int(pfn)
+
+    def page(self, pfn):
+        """Return the Page of a PFN (pfn_to_page). Raises InvalidArgument outside of mem_map."""
+        return page_handle(self, self.check_pfn(pfn))
+
+    def folio(self, pfn):
+        """Return the Folio that holds a PFN (pfn_folio): a tail gives the folio of its head."""
+        cdef uint64_t at = self.check_pfn(pfn)
+        return folio_handle(self, compound_head_pfn(self.m.map, at))
+
+    @property
+    def zone_names(self):
+        """Names of the zones that exist, lowest first."""
+        return [zone.name for zone in self.zones]
+
+    @property
+    def zones(self):
+        """List the zones: Zone(name, start_pfn, end_pfn, present, managed, free), numbers in pages."""
+        cdef mem_t *m = self.ptr()
+        cdef region_t *r
+        rows = {}
+        for i in range(m.nr_regions):
+            r = &m.region[i]
+            row = rows.setdefault(ZONE_NAMES[r.zone], [r.start, r.end, 0, 0, 0])
+            row[1] = r.end
+            row[2] += r.end - r.start
+            row[3] += r.managed
+            row[4] += a64_load_relaxed(&r.nr_free)
+        if m.nr_devices:
+            present = sum([m.device[i].end - m.device[i].start for i in range(m.nr_devices)])
+            # Device pages are present, and the page allocator manages none of them.
+            rows["Device"] = [m.device[0].start, m.nr_pages, present, 0, 0]
+        return [Zone(name, *row) for name, row in rows.items()]
+
+    def buddyinfo(self):
+        """Return the numbers of free blocks by order, a list for each zone's name (/proc/buddyinfo)."""
+        cdef mem_t *m = self.ptr()
+        table = {}
+        for i in range(m.nr_regions):
+            row = table.setdefault(ZONE_NAMES[m.region[i].zone], [0] * (m.max_order + 1))
+            for order in range(m.max_order + 1):
+                row[order] += a64_load_relaxed(&m.region[i].nr_blocks[order])
+        return table
+
+    def hugetlb_pools(self):
+        """Return {page size in bytes: (pages, free pages)} of the hugetlb pools."""
+        cdef mem_t *m = self.ptr()
+        return {(ONE << m.page_shift) << m.pool[i].order: (m.pool[i].nr, a64_load_relaxed(&m.pool[i].nr_free))
+                for i in range(m.nr_pools)}
+
+    def vmstat(self):
+        """Return the counters under /proc/vmstat's names, in base pages."""
+        cdef mem_t *m = self.ptr()
+        values = {"nr_free_pages": sum([a64_load_relaxed(&m.region[i].nr_free) for i in range(m.nr_regions)])}
+        values.update({name: stat_sum(m, item) for name, item in VMSTAT.items()})
+        return values
+
+    def opstats(self):
+        """Return what algorithms cost since reset_opstats(), in operations; counted once a batch."""
+        cdef mem_t *m = self.ptr()
+        return {name: stat_sum(m, item) for name, item in OPSTATS.items()}
+
+    def reset_opstats(self):
+        """Set the counters of opstats() to 0; no other thread may be counting."""
+        cdef mem_t *m = self.ptr()
+        for item in OPSTATS.values():
+            for slot in range(NR_STAT_SLOTS):
+                a64_store_relaxed(&m.stats[slot].v[item], 0)
+
+    @contextlib.contextmanager
+    def inject(self, site, nth=1):
+        """Make the nth occurrence of something that can fail, fail, within the with-statement.
+
+        site: "frame" (a page frame), "table" (a page table), "list" (a page list), "sg" (a scatterlist chunk),
+        "iommu_map", "migrate", "alloc" (any other memory of the engine).
+        """
+        if site not in INJECT_SITES:
+            raise InvalidArgument(f"inject({site!r}): sites are {', '.join(INJECT_SITES)}")
+        if not isinstance(nth, int) or not 0 < nth < 1 << 31:
+            raise InvalidArgument(f"inject({site!r}, nth={nth!r}): nth counts from 1")
+        cdef int index = INJECT_SITES[site]
+        a32_store_relaxed(&self.ptr().inject[index], nth)
+        a32_fetch_add_relaxed(&self.ptr().inject_armed, 1)
+        try:
+            yield self
+        finally:
+            a32_store_relaxed(&self.m.inject[index], 0)
+            a32_fetch_add_relaxed(&self.m.inject_armed, <uint32_t>-1)
+
+    # -- pages that always exist ----------------------------------------------------------------------------------------
+    @property
+    def zero_page(self):
+        """The page that reads as zero (ZERO_PAGE): reserved, never pinned, never freed."""
+        return page_handle(self, self.ptr().zero_pfn)
+
+    @property
+    def huge_zero_folio(self):
+        """The folio of PMD size that reads as zero; allocated when first asked for, and then kept.
+
+        Raises MMError(ENOMEM) when there is no block for it.
+        """
+        cdef mem_t *m = self.ptr()
+        if m.huge_zero_pfn == 0:
+            from .buddy import folio_alloc
+            m.huge_zero_pfn = folio_alloc(self, m.pmd_order).pfn
+        return folio_handle(self, m.huge_zero_pfn)
+
+    # -- whole-memory work, in modules above this one -------------------------------------------------------------------
+    def check(self):
+        """Check every law of the engine on all of mem_map; raises BadPage naming the PFN and the law.
+
+        No other thread may use the memory meanwhile. O(pages ever used).
+        """
+        from .check import check
+        check(self)
+
+    def memory_failure(self, page):
+        """Mark a page as broken (hwpoison): a free one leaves the allocator, a used one will not return to it.
+
+        Raises MMError: EHWPOISON when it was marked before, EBUSY for the zero page, the huge zero folio and reserved
+        pages. Kernel counterpart: memory_failure().
+        """
+        from .poison import memory_failure
+        memory_failure(self, page)
+
+    def save(self, path):
+        """Write mem_map, the bytes behind its pages, and the counters to a file (.npz, no pickle)."""
+        from .snapshot import save
+        save(self, path)
+
+    @staticmethod
+    def load(path):
+        """Return the Memory that save() wrote. Raises MMError(EINVAL) for a file that is none."""
+        from .snapshot import load
+        return load(path)
+
+
+cdef boot(Memory self, nbytes, page_size):
+    cdef mem_t *m = &self.m
+    cdef uint64_t block = ONE << m.pageblock_order, normal, cma, movable, start, order, at
+    config = self.config
+    if nbytes % page_size:
+        raise InvalidArgument(f"size {nbytes} is no multiple of the page size {page_size}")
+    if nbytes > 1 << 52:
+        raise InvalidArgument(f"size {format_size(nbytes)} is beyond 52-bit physical addresses")
+    m.nr_ram = nbytes // page_size
+    movable = -(-config["movable"] // page_size)
+    cma = -(-config["cma"] // page_size)
+    movable = (movable + block - 1) & ~(block - 1)
+    cma = (cma + block - 1) & ~(block - 1)
+    if (movable or cma) and m.nr_ram % block:
+        # The parts at the end start and end on page blocks, as the kernel wants them.
+        raise InvalidArgument(f"size {nbytes} is no multiple of a page block ({block * page_size} bytes), which "
+                              "movable= and cma= need")
+    if movable + cma + 4 > m.nr_ram:
+        raise InvalidArgument(f"size {nbytes} leaves no Normal memory: movable takes {movable} and cma {cma} of "
+                              f"{m.nr_ram} pages, at least 4 must remain")
+    # ZONE_DEVICE behind the RAM
+    at = m.nr_ram
+    regions = []
+    for wanted in config["devices"]:
+        if not isinstance(wanted, DevicePages):
+            raise TypeError(f"devices= takes DevicePages, not {wanted!r}")
+        if len(regions) == MAX_DEVICES:
+            raise InvalidArgument(f"more than {MAX_DEVICES} devices")
+        if wanted.align < page_size or wanted.align & (wanted.align - 1):
+            raise InvalidArgument(f"{wanted!r}: the alignment must be a power of two of at least a page")
+        if not wanted.size or wanted.size % wanted.align:
+            raise InvalidArgument(f"{wanted!r}: the size must be a multiple of the alignment, and not 0")
+        order = order_of(wanted.align // page_size)
+        at = (at + (ONE << order) - 1) & ~((ONE << order) - 1)
+        m.device[len(regions)].start = at
+        at += wanted.size // page_size
+        m.device[len(regions)].end = at
+        m.device[len(regions)].type = DEVICE_TYPES[wanted.type]
+        m.device[len(regions)].leaf_order = order
+        m.device[len(regions)].order = order if wanted.compound else 0
+        regions.append(Device_region(m.device[len(regions)].start, wanted.size // page_size, wanted.type,
+                                     wanted.align, wanted.compound))
+    self.devices = tuple(regions)
+    m.nr_pages = at
+
+    m.map = <page_t *>mm_reserve(m.nr_pages * sizeof(page_t), True)
+    if m.map == NULL:
+        raise no_address_space("mem_map", m.nr_pages * sizeof(page_t))
+    m.bytes = <uint8_t *>mm_reserve(m.nr_pages << m.page_shift, False)
+    if m.bytes == NULL:
+        raise no_address_space("the bytes behind the pages", m.nr_pages << m.page_shift)
+    m.blocktype = <uint8_t *>mm_reserve((m.nr_pages >> m.pageblock_order) + 1, False)
+    m.stats = <stat_slot_t *>mm_reserve(NR_STAT_SLOTS * sizeof(stat_slot_t), False)
+    if m.blocktype == NULL or m.stats == NULL:
+        raise no_address_space("page blocks and statistics", m.nr_pages >> m.pageblock_order)
+    pthread_mutex_init(&m.bytes_lock, NULL)
+
+    normal = m.nr_ram - movable - cma
+    if region_init(m, 0, normal, ZONE_NORMAL, MIGRATE_MOVABLE) != 0:
+        raise no_address_space("the free lists of ZONE_NORMAL", normal // 4)
+    if cma and region_init(m, normal, normal + cma, ZONE_NORMAL, MIGRATE_CMA) != 0:
+        raise no_address_space("the free lists of CMA", cma // 4)
+    if movable and region_init(m, normal + cma, m.nr_ram, ZONE_MOVABLE, MIGRATE_MOVABLE) != 0:
+        raise no_address_space("the free lists of ZONE_MOVABLE", movable // 4)
+    memset(m.blocktype + (normal >> m.pageblock_order), MIGRATE_CMA, cma >> m.pageblock_order)
+
+    # PFN 0 stands for NULL; PFN 1 is the zero page. Both are reserved, as the kernel's are.
+    m.zero_pfn = 1
+    m.nr_reserved = 2
+    m.region[0].managed -= 2
+    m.region[0].frontier = 2
+    for pfn in range(2):
+        page_init(&m.map[pfn], m.region[0].zone_flags | (ONE << PG_reserved), 1)
+
+    start = boot_pools(self, normal)
+    region_add_free(m, &m.region[0], 2, start)
+    for i in range(1, m.nr_regions):
+        region_add_free(m, &m.region[i], m.region[i].start, m.region[i].end)
+    with nogil:
+        boot_devices(m)
+
+
+cdef uint64_t boot_pools(Memory self, uint64_t end) except 0:
+    """Carve the hugetlb pools off the end of Normal memory; return where they start."""
+    cdef mem_t *m = &self.m
+    cdef hstate_t *h
+    cdef uint64_t page_size = ONE << m.page_shift, start = end, stop, i
+    cdef unsigned order
+    hugetlb = {parse_size(size, "hugetlb page size"): nr for size, nr in self.config["hugetlb"].items()}
+    if len(hugetlb) > MAX_POOLS:
+        raise InvalidArgument(f"{len(hugetlb)} hugetlb pools; at most {MAX_POOLS}")
+    # Largest first, so that the smaller ones start aligned.
+    for size in sorted(hugetlb, reverse=True):
+        nr = hugetlb[size]
+        if size <= page_size or size & (size - 1) or size > page_size << 20:
+            raise InvalidArgument(f"hugetlb pages of {format_size(size)}: the size must be a power of two, more "
+                                  f"than a page ({page_size} bytes) and at most {format_size(page_size << 20)}")
+        if not isinstance(nr, int) or nr < 0:
+            raise InvalidArgument(f"hugetlb pool of {format_size(size)}: {nr!r} is no number of pages")
+        order = order_of(size // page_size)
+        stop = (start >> order) << order
+        if nr << order > stop or stop - (nr << order) < 4:
+            raise MMError(_errno.ENOMEM,
+                          f"a hugetlb pool of {nr} pages of {format_size(size)} needs {format_size(nr * size)} of "
+                          f"Normal memory, and {format_size(stop << m.page_shift)} are left: take a larger Memory "
+                          "or a smaller pool")
+        start_of_pool = stop - (nr << order)
+        # What lies between the end of this pool and the last one stays ordinary memory.
+        region_add_free(m, &m.region[0], stop, start)
+        h = &m.pool[m.nr_pools]
+        h.order = order
+        h.nr = nr
+        h.free = <uint64_t *>malloc((nr if nr else 1) * sizeof(uint64_t))
+        if h.free == NULL:
+            raise MemoryError()
+        pthread_mutex_init(&h.lock, NULL)
+        m.nr_pools += 1
+        start = start_of_pool
+        with nogil:
+            for i in range(h.nr):
+                # A stack: the lowest PFN comes out first.
+                h.free[h.nr - 1 - i] = start + (i << order)
+                prep_compound_page(&m.map[start + (i << order)], m.region[0].zone_flags | (ONE << PG_mm_pool), order)
+                prep_hugetlb_folio(&m.map[start + (i << order)])
+            h.nr_free = h.nr
+        if nr:
+            m.region[0].frontier = max(m.region[0].frontier, start + (h.nr << order))
+    return start
+
+
+cdef void boot_devices(mem_t *m) noexcept nogil:
+    """Write the struct pages of ZONE_DEVICE: as after memremap_pages().
+
+    Generic device memory is there to be mapped at once and holds a reference of its own; the other types start idle,
+    at 0, and their driver takes the first reference.
+    """
+    cdef int i
+    cdef device_t *d
+    cdef uint64_t pfn, flags = <uint64_t>ZONE_DEVICE << ZONE_SHIFT
+    cdef uint32_t refcount
+    for i in range(MAX_DEVICES):
+        d = &m.device[i]
+        if d.end == 0:
+            return
+        m.nr_devices = i + 1
+        refcount = 1 if d.type == DEVICE_GENERIC else 0
+        pfn = d.start
+        while pfn < d.end:
+            if d.order:
+                prep_compound_page(&m.map[pfn], flags, d.order)
+            else:
+                page_init(&m.map[pfn], flags, 0)
+            m.map[pfn].pgmap = <uint64_t>(i + 1) << 1
+            a32_store_release(&m.map[pfn]._refcount, refcount)
+            pfn += ONE << d.order
+
+
+def _flags_text(flags, zone):
+    names = "|".join([flag.name for flag in PageFlags if flags & flag])
+    return f"{names or 0} zone={ZONE_NAMES.get(zone, zone)}"
+
+
+cdef class Page:
+    """Stand for one struct page: a Memory and a PFN. Hashable; equal when both are equal.
+
+    A handle takes no reference: the page may be freed and used again behind it, as behind a struct page *.
+    """
+
+    def __init__(self, *args):
+        raise TypeError("pages are had from a Memory: mem.page(pfn)")
+
+    @property
+    def flags(self):
+        """PageFlags of this very page."""
+        return PageFlags(a64_load_relaxed(&self.mem.ptr().map[self.pfn].flags) & ((ONE << ZONE_SHIFT) - 1))
+
+    @property
+    def refcount(self):
+        """References of the folio that holds the page (page_count)."""
+        cdef mem_t *m = self.mem.ptr()
+        return <int32_t>a32_load_relaxed(&m.map[compound_head_pfn(m.map, self.pfn)]._refcount)
+
+    @property
+    def mapcount(self):
+        """Mappings of this very page, PMD mappings of its folio not counted; 0 for a typed page."""
+        cdef page_t *page = &self.mem.ptr().map[self.pfn]
+        cdef int32_t count = <int32_t>a32_load_relaxed(&page._mapcount)
+        return 0 if count < -1 else count + 1
+
+    @property
+    def folio(self):
+        """The Folio that holds the page (page_folio)."""
+        cdef mem_t *m = self.mem.ptr()
+        return folio_handle(self.mem, compound_head_pfn(m.map, self.pfn))
+
+    def __eq__(self, other):
+        if not isinstance(other, Page):
+            return NotImplemented
+        return self.mem is (<Page>other).mem and self.pfn == (<Page>other).pfn
+
+    def __hash__(self):
+        return hash((id(self.mem), self.pfn))
+
+    def __reduce__(self):
+        raise TypeError("a Page belongs to its Memory and cannot be pickled; pickle its .pfn")
+
+    def __repr__(self):
+        if self.mem.m.map == NULL:
+            return f"<struct page pfn={self.pfn:#x} of a closed Memory>"
+        cdef page_t *page = &self.mem.m.map[self.pfn]
+        return (f"<struct page pfn={self.pfn:#x} refcount={self.refcount} mapcount={self.mapcount} "
+                f"flags={_flags_text(page.flags, page_zone(page))}>")
+
+
+cdef class Folio:
+    """Stand for a folio: a Memory and the PFN of its head. Hashable; equal when both are equal.
+
+    A handle takes no reference. Once the folio is freed or split away, helpers that take it refuse it.
+    """
+
+    def __init__(self, *args):
+        raise TypeError("folios are had from folio_alloc, page.folio or mem.folio(pfn)")
+
+    @property
+    def order(self):
+        """log2 of its pages."""
+        return folio_order_of(&self.mem.ptr().map[self.pfn])
+
+    @property
+    def nr_pages(self):
+        """Its base pages."""
+        return ONE << folio_order_of(&self.mem.ptr().map[self.pfn])
+
+    @property
+    def refcount(self):
+        """References, a C int (folio_ref_count)."""
+        return <int32_t>a32_load_relaxed(&self.mem.ptr().map[self.pfn]._refcount)
+
+    @property
+    def pincount(self):
+        """FOLL_PIN pins: exact for a large folio; for a small one _refcount / GUP_PIN_COUNTING_BIAS, which 1024 plain
+        references look like as well."""
+        cdef page_t *head = &self.mem.ptr().map[self.pfn]
+        if page_is_head(head):
+            return <int32_t>a32_load_relaxed(&as_folio(head)._pincount)
+        if self.pfn == self.mem.m.zero_pfn:
+            return 0
+        return a32_load_relaxed(&head._refcount) >> GUP_PIN_COUNTING_SHIFT
+
+    @property
+    def mapcount(self):
+        """Mappings of all its pages (folio_mapcount)."""
+        return folio_mapcount_of(&self.mem.ptr().map[self.pfn])
+
+    @property
+    def flags(self):
+        """PageFlags of the head."""
+        return PageFlags(a64_load_relaxed(&self.mem.ptr().map[self.pfn].flags) & ((ONE << ZONE_SHIFT) - 1))
+
+    @property
+    def dirty(self):
+        """True when PG_dirty is set."""
+        return bool(test_flag(&self.mem.ptr().map[self.pfn], PG_dirty))
+
+    @property
+    def locked(self):
+        """True when somebody holds the folio lock."""
+        return bool(test_flag(&self.mem.ptr().map[self.pfn], PG_locked))
+
+    @property
+    def page(self):
+        """Its first Page."""
+        self.mem.ptr()
+        return page_handle(self.mem, self.pfn)
+
+    def __eq__(self, other):
+        if not isinstance(other, Folio):
+            return NotImplemented
+        return self.mem is (<Folio>other).mem and self.pfn == (<Folio>other).pfn
+
+    def __hash__(self):
+        return hash((id(self.mem), self.pfn, "folio"))
+
+    def __reduce__(self):
+        raise TypeError("a Folio belongs to its Memory and cannot be pickled; pickle its .pfn")
+
+    def __repr__(self):
+        if self.mem.m.map == NULL:
+            return f"<struct folio pfn={self.pfn:#x} of a closed Memory>"
+        cdef page_t *head = &self.mem.m.map[self.pfn]
+        return (f"<struct folio pfn={self.pfn:#x} order={self.order} refcount={self.refcount} "
+                f"pincount={self.pincount} mapcount={self.mapcount} flags={_flags_text(head.flags, page_zone(head))}>")
