@@ -1,0 +1,118 @@
+"""What backs a buffer, from plain arrays: folio sizes, physical runs, scatterlist entries.
+
+Works on captured pages and on modelled ones alike.
+"""
+
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from .pagemap import (
+    KPF_ANON, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE, KPF_KSM, KPF_NOPAGE,
+    KPF_SWAPBACKED, KPF_ZERO_PAGE, has_flag,
+)
+from .units import format_size
+
+MAX_SEGMENT = 0xFFFFF000       # bytes: UINT_MAX rounded down to a page of any size we know
+
+
+@dataclass(frozen=True)
+class Backing:
+    """The pages behind a buffer. Sizes are bytes that the buffer maps, not whole folios."""
+
+    page_size: int
+    length: int                    # bytes looked at
+    present: int                   # bytes with a page
+    pages: int                     # pages present
+    folios: int                    # distinct folios behind them
+    runs: int                      # physically contiguous runs, in buffer order
+    sg_segments: int               # runs cut at the largest scatterlist segment
+    by_size: dict = field(default_factory=dict)      # folio size in bytes -> bytes mapped
+    by_kind: dict = field(default_factory=dict)      # "anon", "shmem", "file", ... -> bytes
+    not_huge: list = field(default_factory=list)     # [(start, end, reason)]
+
+    def as_dict(self):
+        """Return plain data for JSON."""
+        data = asdict(self)
+        data["by_size"] = {str(size): nbytes for size, nbytes in self.by_size.items()}
+        return data
+
+    def lines(self):
+        """Return the report as lines of text."""
+        out = [
+            f"{format_size(self.length)}: {self.pages} pages in {self.folios} folios, "
+            f"{self.runs} physical runs, {self.sg_segments} scatterlist segments"
+        ]
+        for size, nbytes in sorted(self.by_size.items()):
+            out.append(f"{format_size(size)} folios: {format_size(nbytes)}")
+        if self.present < self.length:
+            out.append(f"not present: {format_size(self.length - self.present)}")
+        return out
+
+    def __str__(self):
+        return "\n".join(self.lines())
+
+
+def describe(pfns, heads, orders, flags, page_size, not_huge=()):
+    """Return the Backing of pages in buffer order; PFN 0 is a hole."""
+    here = pfns != 0
+    present = int(np.count_nonzero(here))
+    sizes, counts = np.unique(orders[here], return_counts=True)
+    run_lengths = physical_runs(pfns, page_size)[1]
+    per_segment = MAX_SEGMENT // page_size
+    return Backing(
+        page_size=page_size,
+        length=len(pfns) * page_size,
+        present=present * page_size,
+        pages=present,
+        folios=len(np.unique(heads[here])),
+        runs=len(run_lengths),
+        sg_segments=int(np.sum(-(-run_lengths // per_segment))),
+        by_size={page_size << int(o): int(n) * page_size for o, n in zip(sizes, counts)},
+        by_kind={k: n * page_size for k, n in kinds(flags[here]).items() if n},
+        not_huge=list(not_huge),
+    )
+
+
+def physical_runs(pfns, page_size=4096):
+    """Return (first indexes, lengths in pages) of the runs that a scatterlist would merge.
+
+    A run goes on while the PFN is the next one; a hole belongs to none.
+    """
+    if not len(pfns):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    joined = np.zeros(len(pfns), bool)
+    joined[1:] = (pfns[1:] == pfns[:-1] + np.uint64(1)) & (pfns[:-1] != 0)
+    firsts = np.flatnonzero(~joined)
+    lengths = np.diff(np.append(firsts, len(pfns)))
+    some = pfns[firsts] != 0
+    return firsts[some], lengths[some]
+
+
+def kinds(flags):
+    """Return pages by kind, from kpageflags words; each page is counted once."""
+    zero = has_flag(flags, KPF_ZERO_PAGE)
+    compound = has_flag(flags, KPF_COMPOUND_HEAD) | has_flag(flags, KPF_COMPOUND_TAIL)
+    nopage = has_flag(flags, KPF_NOPAGE)
+    hugetlb = has_flag(flags, KPF_HUGE)
+    ksm = has_flag(flags, KPF_KSM)
+    anon = has_flag(flags, KPF_ANON)
+    swapbacked = has_flag(flags, KPF_SWAPBACKED)
+    # In order: a page belongs to the first kind that fits.
+    rules = (
+        ("huge zero", zero & compound),
+        ("zero page", zero),
+        ("no struct page", nopage),
+        ("hugetlb", hugetlb),
+        ("ksm", ksm),
+        ("anon", anon),
+        ("shmem", swapbacked),
+        ("file", np.ones(len(flags), bool)),
+    )
+    left = np.ones(len(flags), bool)
+    counts = {}
+    for name, rule in rules:
+        mine = rule & left
+        counts[name] = int(np.count_nonzero(mine))
+        left &= ~mine
+    return counts

@@ -1,0 +1,237 @@
+"""What a process may lock and pin, what it has, and whether a need fits.
+
+Three kernels' rules share RLIMIT_MEMLOCK: mlock(2) and VFIO count locked_vm (VmLck),
+RDMA counts pinned_vm (VmPin), io_uring counts per user, which no file shows. A process
+with CAP_IPC_LOCK is exempt from all of them.
+"""
+
+import errno
+import mmap
+import os
+import sys
+from dataclasses import dataclass
+
+from .errors import NotPossible
+from .units import format_size
+
+CAP_IPC_LOCK = 14
+CAP_SYS_ADMIN = 21
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The memlock limits of a process in bytes (None: unlimited) and what it has locked."""
+
+    pid: int
+    soft: "int | None"
+    hard: "int | None"
+    locked: int          # VmLck, bytes: mlock and VFIO
+    pinned: int          # VmPin, bytes: RDMA and io_uring
+    cap_ipc_lock: bool   # counts only in the initial user namespace
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Whether a registration of `needed` bytes passes RLIMIT_MEMLOCK, and what to do if not."""
+
+    needed: int
+    limit: "int | None"
+    current: int         # bytes pinned now (VmPin)
+    verdict: str         # "fits", "unlimited", "exempt" or "refused"
+    reason: str
+    remedy: str          # empty unless refused
+
+    @property
+    def ok(self):
+        """Return whether the registration passes."""
+        return self.verdict != "refused"
+
+
+def proc_path(pid, name):
+    """Return /proc/PID/name, with "self" for this process."""
+    return f"/proc/{pid}/{name}"
+
+
+def require_proc():
+    """Raise NotPossible where there is no /proc of Linux."""
+    if not sys.platform.startswith("linux"):
+        raise NotPossible(
+            f"this needs Linux (pagemap, kpageflags), and this is {sys.platform}",
+            "use the synthetic model (mmcore register --model)",
+        )
+    if not os.path.exists("/proc/self/status"):
+        raise NotPossible("/proc is not mounted", "mount -t proc proc /proc")
+
+
+def open_proc(pid, name, mode="r"):
+    """Open /proc/PID/name.
+
+    Raises ProcessLookupError if the process is gone, NotPossible if it may not be read.
+    """
+    require_proc()
+    path = proc_path(pid, name)
+    try:
+        return open(path, mode, **({"buffering": 0} if "b" in mode else {}))
+    except (FileNotFoundError, ProcessLookupError):
+        if os.path.exists(proc_path(pid, "status")):
+            raise NotPossible(
+                f"{path} does not exist on this kernel",
+                "it needs CONFIG_PROC_PAGE_MONITOR",
+            ) from None
+        raise vanished(pid) from None
+    except PermissionError:
+        raise NotPossible(
+            f"{path} may not be read by uid {os.geteuid()}",
+            "run as the owner of the process, or as root (CAP_SYS_PTRACE)",
+        ) from None
+
+
+def vanished(pid):
+    """Return the error of a process that does not exist (any more)."""
+    return ProcessLookupError(
+        errno.ESRCH, f"process {pid} does not exist or ended while it was read; check the PID"
+    )
+
+
+def status(pid="self"):
+    """Return /proc/PID/status as a dict of text."""
+    fields = {}
+    with open_proc(pid, "status") as file:
+        try:
+            for line in file:
+                key, _, value = line.partition(":")
+                fields[key] = value.strip()
+        except ProcessLookupError:
+            raise vanished(pid) from None
+    return fields
+
+
+def _kilobytes(fields, key):
+    # Kernel threads and zombies have no Vm lines: nothing locked.
+    return int(fields.get(key, "0 kB").split()[0]) << 10
+
+
+def has_capability(number, pid="self"):
+    """Return whether a process has a capability that counts: in the initial user namespace."""
+    if not int(status(pid).get("CapEff", "0"), 16) >> number & 1:
+        return False
+    try:
+        with open_proc(pid, "uid_map") as file:
+            return file.read().split() == ["0", "0", "4294967295"]
+    except NotPossible:
+        return True
+
+
+def limits(pid="self"):
+    """Return the Limits of a process: RLIMIT_MEMLOCK, CAP_IPC_LOCK, VmLck, VmPin; bytes.
+
+    Raises ProcessLookupError if it is gone, NotPossible off Linux.
+    """
+    fields = status(pid)
+    soft = hard = None
+    with open_proc(pid, "limits") as file:
+        for line in file:
+            if line.startswith("Max locked memory"):
+                words = line.split()
+                soft, hard = (None if w == "unlimited" else int(w) for w in words[3:5])
+    return Limits(
+        pid=int(fields["Pid"]),
+        soft=soft,
+        hard=hard,
+        locked=_kilobytes(fields, "VmLck"),
+        pinned=_kilobytes(fields, "VmPin"),
+        cap_ipc_lock=has_capability(CAP_IPC_LOCK, pid),
+    )
+
+
+def fit(needed, have):
+    """Judge `needed` bytes against Limits as RDMA does: pinned + needed <= soft limit."""
+    words = f"{format_size(needed)} needed, {format_size(have.pinned)} pinned now"
+    if have.cap_ipc_lock:
+        verdict, reason, remedy = "exempt", "CAP_IPC_LOCK: no limit applies", ""
+    elif have.soft is None:
+        verdict, reason, remedy = "unlimited", "RLIMIT_MEMLOCK is unlimited", ""
+    elif have.pinned + needed <= have.soft:
+        verdict, reason, remedy = "fits", f"{words}, limit {format_size(have.soft)}", ""
+    else:
+        total = have.pinned + needed
+        verdict = "refused"
+        reason = f"{words}, limit {format_size(have.soft)}: the kernel answers ENOMEM"
+        kilobytes = -(-total // 1024)
+        if have.hard is None or total <= have.hard:
+            remedy = f"ulimit -l {kilobytes}"
+        else:
+            remedy = (
+                f"the hard limit is {format_size(have.hard)}: as root, `memlock {kilobytes}` in "
+                f"/etc/security/limits.conf, or LimitMEMLOCK={kilobytes}K in the systemd unit, or "
+                "give the program CAP_IPC_LOCK"
+            )
+    return Preflight(needed, have.soft, have.pinned, verdict, reason, remedy)
+
+
+def pages_spanned(addr, length, page_size):
+    """Return the pages that [addr, addr + length) touches: what pinning it counts."""
+    return -(-(addr + length) // page_size) - addr // page_size
+
+
+def preflight(target, page_size=None):
+    """Tell whether registering a capture, a buffer or several buffers passes RLIMIT_MEMLOCK.
+
+    Whole pages are counted, as the kernel does. Returns Preflight, in bytes.
+    """
+    page_size = page_size or mmap.PAGESIZE
+    if hasattr(target, "pfns"):
+        return fit(len(target.pfns) * target.page_size, target.limits)
+    buffers = [target] if hasattr(target, "addr") else list(target)
+    needed = sum(pages_spanned(b.addr, b.length, page_size) for b in buffers) * page_size
+    return fit(needed, limits())
+
+
+def available_memory():
+    """Return the bytes that can be populated without swapping or being killed; None: unknown.
+
+    The least of MemAvailable and the room in the memory cgroup, version 1 or 2.
+    """
+    room = None
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    room = int(line.split()[1]) << 10
+    except OSError:
+        return None
+    for limit, usage in _cgroup_limits():
+        room = limit - usage if room is None else min(room, limit - usage)
+    return None if room is None else max(0, room)
+
+
+def _cgroup_limits():
+    try:
+        with open("/proc/self/cgroup") as file:
+            groups = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return
+    for _, controllers, path in groups:
+        if controllers == "":
+            base, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base = "/sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        # Every ancestor's limit holds too.
+        path = path.rstrip("/")
+        while True:
+            try:
+                limit, usage = (_number(f"{base}{path}/{name}") for name in names)
+                yield limit, usage
+            except (OSError, ValueError):
+                pass                    # no such file, or "max"
+            if not path:
+                break
+            path = path.rpartition("/")[0]
+
+
+def _number(path):
+    with open(path) as file:
+        return int(file.read())

@@ -1,0 +1,68 @@
+"""What the tests of live and of the command line share: what this machine can do, and children with less."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mmcore.live.errors import NotPossible
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = os.sysconf("SC_PAGE_SIZE")
+CAP_IPC_LOCK = 14
+CAP_SYS_ADMIN = 21
+PR_CAPBSET_DROP = 24
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
+root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a child with fewer capabilities")
+
+
+def or_skip(function, *args, **kwargs):
+    """Return function(...), or skip the test with the reason why this machine cannot do it."""
+    try:
+        return function(*args, **kwargs)
+    except NotPossible as error:
+        pytest.skip(str(error))
+
+
+def engine_or_skip():
+    """Skip unless the engine can claim folios at given PFNs."""
+    import mmcore
+
+    if not hasattr(mmcore, "folios_alloc_at"):
+        pytest.skip("this build of the engine has no folios_alloc_at")
+    return mmcore
+
+
+def part_of(buf, first_page, npages):
+    """Return a stand-in for a buffer that covers some pages of buf."""
+    return SimpleNamespace(addr=buf.addr + first_page * PAGE, length=npages * PAGE)
+
+
+def without_capabilities(*numbers):
+    """Return a preexec_fn after which the program that is run lacks these capabilities."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def drop():
+        for number in numbers:
+            if prctl(PR_CAPBSET_DROP, number, 0, 0, 0):
+                os._exit(99)
+
+    return drop
+
+
+def run(*words, preexec_fn=None, env=None):
+    """Run Python with words in the project's root; returns the finished process with its text."""
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        preexec_fn=preexec_fn, env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+    )
+
+
+def mmcore(*words, **how):
+    """Run `mmcore` with words as a child process."""
+    return run("-m", "mmcore.cli", *words, **how)
