@@ -1,0 +1,327 @@
+"""What does registering a buffer cost: the scenario of `mmcore register`.
+
+The same page list is pinned and released by every release generation of the engine, in
+interleaved rounds, and beside them by the running kernel through io_uring.
+`register()` returns plain data; printing it is the command line's part.
+"""
+
+import contextlib
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from mmcore.live.backing import describe, physical_runs
+from mmcore.live.buffer import buffer
+from mmcore.live.capture import capture
+from mmcore.live.errors import NotPossible
+from mmcore.live.iouring import MAX_IOVEC, kernel_register, predict_iouring_pins
+from mmcore.live.limits import fit, limits
+from mmcore.live.pagemap import (
+    KPF_ANON, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE, KPF_SWAPBACKED, KPF_THP,
+)
+from mmcore.live.units import round_up
+
+LIST_RELEASES = ("page", "head", "run")
+MODEL_SEED = 6
+MODEL_HUGE = 2 << 20        # bytes of a huge folio in the model
+MODEL_SPARE = 64 << 20      # bytes beyond the buffer, for what the engine takes for itself
+MODEL_PIECE = 32            # longest stretch of consecutive PFNs in the model's base pages
+
+
+@dataclass
+class Layout:
+    """An engine and the page list of one buffer in it, with the folio of each page."""
+
+    mem: object
+    pages: object            # PageList, PFN 0 = hole
+    pfns: np.ndarray
+    heads: np.ndarray
+    orders: np.ndarray
+    flags: np.ndarray        # kpageflags words
+
+    def backing(self):
+        """Tell what backs the pages: live.Backing."""
+        return describe(self.pfns, self.heads, self.orders, self.flags, self.mem.page_size)
+
+
+def model_layout(size, backing, page_size=4096):
+    """Build a buffer of size bytes in a synthetic engine; returns Layout.
+
+    "4k", "shmem": base pages in a lightly shuffled order, as a machine that ran a while
+    gives them; "thp": order-9 folios, base pages for the rest; "hugetlb": a pool of 2 MiB.
+    Raises MMError where the engine's memory cannot be reserved.
+    """
+    import mmcore
+
+    npages = round_up(size, page_size) // page_size
+    order = (MODEL_HUGE // page_size).bit_length() - 1
+    huge = npages >> order
+    if backing == "hugetlb":
+        huge = (npages + (1 << order) - 1) >> order
+        npages = huge << order
+    pool = {MODEL_HUGE: huge} if backing == "hugetlb" else None
+    mem_size = round_up(npages * page_size + MODEL_SPARE, 4 << 20)
+    mem = mmcore.Memory(mem_size, page_size=page_size, hugetlb=pool)
+    try:
+        if backing in ("4k", "shmem"):
+            huge = 0
+        folios = np.array(
+            [mmcore.folio_alloc(mem, order, hugetlb=backing == "hugetlb").pfn for _ in range(huge)],
+            np.uint64,
+        )
+        inside = np.arange(1 << order, dtype=np.uint64)
+        large = (folios[:, None] + inside[None, :]).reshape(-1)
+        rest = npages - len(large)
+        small = np.zeros(0, np.uint64)
+        if rest:
+            small = _lightly_shuffled(np.array(mmcore.alloc_pages_bulk(mem, rest).pfns))
+        pfns = np.concatenate((large, small))
+        heads = np.concatenate((np.repeat(folios, 1 << order), small))
+        orders = np.concatenate((np.full(len(large), order), np.zeros(rest))).astype(np.uint8)
+        return Layout(
+            mem, mmcore.PageList(mem, pfns), pfns, heads, orders,
+            _model_flags(pfns, heads, orders, backing),
+        )
+    except BaseException:
+        mem.close()
+        raise
+
+
+def _lightly_shuffled(pfns):
+    """Cut into pieces of 1 to MODEL_PIECE pages and put the pieces in another order."""
+    rng = np.random.default_rng(MODEL_SEED)
+    cuts = np.cumsum(rng.integers(1, MODEL_PIECE + 1, len(pfns)))
+    pieces = np.split(pfns, cuts[cuts < len(pfns)])
+    return np.concatenate([pieces[i] for i in rng.permutation(len(pieces))])
+
+
+def _model_flags(pfns, heads, orders, backing):
+    def bit(number):
+        return np.uint64(1 << number)
+
+    flags = np.full(len(pfns), bit(KPF_SWAPBACKED))
+    if backing != "shmem":
+        flags |= bit(KPF_ANON)
+    large = orders > 0
+    flags[large & (pfns == heads)] |= bit(KPF_COMPOUND_HEAD)
+    flags[large & (pfns != heads)] |= bit(KPF_COMPOUND_TAIL)
+    flags[large] |= bit(KPF_HUGE if backing == "hugetlb" else KPF_THP)
+    return flags
+
+
+def live_layout(snapshot):
+    """Build the engine of a capture; returns Layout."""
+    engine = snapshot.replay()
+    return Layout(
+        engine.mem, engine.pages, snapshot.pfns, snapshot.heads, snapshot.orders, snapshot.flags
+    )
+
+
+def release_rows(pages, rounds=9):
+    """Pin and release a PageList by each release generation; return one dict a generation.
+
+    "page", "head", "run" release the list; "range" pins and releases its physical runs.
+    Updates are atomic changes of counters in struct pages (opstats); ns are medians of the
+    interleaved rounds, a page; ratio is the median over rounds of page's time over this one's.
+    """
+    import mmcore
+
+    mem = pages.mem
+    pfns = np.asarray(pages.pfns)
+    npages = int(np.count_nonzero(pfns))
+    if not npages:
+        raise ValueError("no page of the buffer is present, so nothing can be pinned; touch it first")
+    firsts, counts = physical_runs(pfns)
+    ranges = mmcore.PageRanges(mem, pfns[firsts], counts)
+    variants = [(name, pages, {"release": name}) for name in LIST_RELEASES]
+    variants.append(("range", ranges, {}))
+
+    updates = {}
+    for name, what, how in variants:       # also the warm-up: not timed
+        mem.reset_opstats()
+        mmcore.grab_pages(what)
+        pin = _updates(mem)
+        mem.reset_opstats()
+        mmcore.unpin_user_pages(what, **how)
+        updates[name] = pin, _updates(mem)
+
+    times = {name: [] for name, _, _ in variants}
+    for turn in range(rounds):
+        # Each round starts with another generation: the first one pays for a cold cache.
+        first = turn % len(variants)
+        for name, what, how in variants[first:] + variants[:first]:
+            start = time.perf_counter_ns()
+            mmcore.grab_pages(what)
+            between = time.perf_counter_ns()
+            mmcore.unpin_user_pages(what, **how)
+            end = time.perf_counter_ns()
+            times[name].append((between - start, end - between))
+    return [
+        {
+            "release": name,
+            "pin_updates": updates[name][0],
+            "unpin_updates": updates[name][1],
+            "pin_ns_per_page": _median(pin for pin, _ in times[name]) / npages,
+            "unpin_ns_per_page": _median(unpin for _, unpin in times[name]) / npages,
+            "ratio": _median(
+                base[1] / max(1, mine[1]) for base, mine in zip(times["page"], times[name])
+            ),
+        }
+        for name, _, _ in variants
+    ]
+
+
+def _updates(mem):
+    stats = mem.opstats()
+    return int(stats["ref_atomics"] + stats["pincount_atomics"])
+
+
+def _median(values):
+    return statistics.median(list(values))
+
+
+def kernel_row(buf, layout, rounds, page_ns):
+    """Register buf with io_uring; return a dict with times, counts and the prediction.
+
+    layout is None where PFNs are not readable: then nothing is predicted. page_ns is the
+    engine's unpin time of "page", for the ratio. Not possible: a dict with the reason.
+    """
+    try:
+        measured = kernel_register(buf, rounds)
+    except NotPossible as error:
+        return {"possible": False, "reason": error.reason, "remedy": error.remedy}
+    unpin = _median(measured.unregister_ns) / measured.pages
+    row = {
+        "possible": True,
+        "kernel": platform.release(),
+        "iovecs": measured.iovecs,
+        "pin_ns_per_page": _median(measured.register_ns) / measured.pages,
+        "unpin_ns_per_page": unpin,
+        "ratio": page_ns / unpin if unpin else None,
+        "counted": _counted(measured),
+        "no_counts": measured.no_counts,
+        "predicted": None,
+        "equal": None,
+    }
+    if layout is not None and np.all(layout.pfns != 0):
+        # Every iovec is a registered buffer of its own and is judged alone.
+        predicted = predict_iouring_pins(
+            layout.pfns, layout.heads, layout.orders, MAX_IOVEC // layout.mem.page_size
+        )
+        row["predicted"] = asdict(predicted)
+        row["equal"] = _equal(row["counted"], predicted)
+    return row
+
+
+def _counted(measured):
+    """Return what the kernel counted, in pages: of each kind what most rounds agree on."""
+    counted = {
+        "vmpin_at_register": _mode(measured.vmpin_at_register),
+        "vmpin_at_unregister": _mode(measured.vmpin_at_unregister),
+    }
+    if measured.at_register is not None:
+        acquired, released = _mode(measured.at_register)
+        counted |= {
+            "acquired": acquired, "released_at_register": released,
+            "released_at_unregister": _mode(measured.at_unregister)[1],
+        }
+    return counted
+
+
+def _mode(values):
+    return Counter(values).most_common(1)[0][0]
+
+
+def _equal(counted, predicted):
+    keys = ("acquired", "released_at_register", "released_at_unregister")
+    pins = all(counted[key] == getattr(predicted, key) for key in keys) if keys[0] in counted else None
+    vmpin = counted["vmpin_at_register"] == -counted["vmpin_at_unregister"] == predicted.charge
+    return {"pins": pins, "vmpin": vmpin}
+
+
+def register(size=256 << 20, backing="thp", *, pid=None, addr=None, length=None, rounds=9,
+             model=False):
+    """Run the scenario; return plain data, ready for JSON.
+
+    A buffer of size bytes with a backing, or [addr, addr + length) of process pid, or (model)
+    a synthetic layout, which also stands in where PFNs cannot be read or off Linux.
+    Raises NotPossible (no hugetlb pool; another process's PFNs unreadable) and OSError.
+    """
+    with contextlib.ExitStack() as stack:
+        why_model = "asked for" if model else ""
+        remedy = ""
+        buf = snapshot = None
+        if pid is not None:
+            snapshot = capture(pid, addr, length)
+        elif not model:
+            if not sys.platform.startswith("linux"):
+                why_model, remedy = f"this is {sys.platform}, not Linux", "run on Linux"
+            else:
+                buf = stack.enter_context(buffer(size, backing))
+                try:
+                    snapshot = capture(buf)
+                except NotPossible as error:
+                    why_model, remedy = error.reason, error.remedy
+        layout = live_layout(snapshot) if snapshot else model_layout(
+            buf.length if buf else size, backing)
+        try:
+            return _report(layout, snapshot, buf, backing, rounds,
+                           {"reason": why_model, "remedy": remedy})
+        finally:
+            layout.pages = None
+            layout.mem.close()
+
+
+def _report(layout, snapshot, buf, backing, rounds, why_model):
+    what = snapshot.backing() if snapshot else layout.backing()
+    rows = release_rows(layout.pages, rounds)
+    layout.mem.check()
+    stats = layout.mem.vmstat()
+    live = snapshot is not None
+    report = {
+        "source": "live" if live else "model",
+        "why_model": None if live else why_model,
+        "buffer": {
+            "pid": snapshot.pid if live else None,
+            "own": buf is not None,
+            "addr": snapshot.addr if live else None,
+            "length": what.length,
+            "asked_backing": backing if buf or not live else None,
+            "moved": snapshot.moved if live else 0,
+        },
+        "backing": what.as_dict(),
+        "memlock": _memlock(what.length, snapshot),
+        "rounds": rounds,
+        "engine": rows,
+        "pins_left": stats["nr_foll_pin_acquired"] - stats["nr_foll_pin_released"],
+    }
+    if buf is not None:
+        report["kernel"] = kernel_row(
+            buf, layout if live else None, rounds, rows[0]["unpin_ns_per_page"])
+    elif live:
+        report["kernel"] = {
+            "possible": False,
+            "reason": f"the buffer is process {snapshot.pid}'s, and io_uring registers only the "
+                      "caller's own memory",
+            "remedy": "run mmcore register --size on a buffer of its own",
+        }
+    else:
+        report["kernel"] = {
+            "possible": False, "reason": "a model has no buffer that the kernel could register",
+            "remedy": "run without --model on Linux",
+        }
+    return report
+
+
+def _memlock(needed, snapshot):
+    try:
+        have = snapshot.limits if snapshot else limits()
+    except NotPossible as error:
+        return {"needed": needed, "limit": None, "current": None, "verdict": "unknown",
+                "reason": error.reason, "remedy": error.remedy}
+    return asdict(fit(needed, have))
