@@ -65,13 +65,19 @@ def describe(pfns, heads, orders, flags, page_size, not_huge=()):
         length=len(pfns) * page_size,
         present=present * page_size,
         pages=present,
-        folios=len(np.unique(heads[here])),
+        folios=_distinct(heads[here]),
         runs=len(run_lengths),
         sg_segments=int(np.sum(-(-run_lengths // per_segment))),
         by_size={page_size << int(o): int(n) * page_size for o, n in zip(sizes, counts)},
         by_kind={k: n * page_size for k, n in kinds(flags[here]).items() if n},
         not_huge=list(not_huge),
     )
+
+
+def _distinct(values):
+    # np.unique hashes, which is ten times slower on millions of nearly sorted PFNs.
+    ordered = np.sort(values)
+    return int(np.count_nonzero(ordered[1:] != ordered[:-1])) + bool(len(values))
 
 
 def physical_runs(pfns, page_size=4096):
