@@ -1,0 +1,16 @@
+"""mmcore: a user-space engine for Linux page pinning."""
+from .core.buddy import *
+from .core.buddy import __all__ as _buddy
+from .core.errors import BadPage, InvalidArgument, MMError
+from .core.folio import *
+from .core.folio import __all__ as _folio
+from .core.memory import DevicePages, Folio, Memory, Page, Zone
+from .core.page import FOLIO_DTYPE, PAGE_DTYPE, PageFlags, PageType
+from .core.pagelist import *
+from .core.pagelist import __all__ as _pagelist
+from .core.unpin import *
+from .core.unpin import __all__ as _unpin
+
+__version__ = "0.1.0"
+__all__ = ["BadPage", "DevicePages", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory", "PAGE_DTYPE", "Page",
+           "PageFlags", "PageType", "Zone", *_buddy, *_folio, *_pagelist, *_unpin]

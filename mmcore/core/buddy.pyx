@@ -273,6 +273,9 @@ cdef bint free_hugetlb_folio(mem_t *m, uint64_t pfn, unsigned order) noexcept no
     pthread_mutex_unlock(&h.lock)
     return pooled
 
+cdef inline bint test_dirty(uint64_t word, const page_t *head) noexcept nogil:
+    return not (word >> FREED_CLEAN_SHIFT) & 1 and test_flag(head, PG_dirty) and not folio_is_anon(head)
+
 cdef void free_folios(mem_t *m, const uint64_t *freed, uint64_t nr) noexcept nogil:
     """Return folios with refcount 0 to where they came from. Nobody else may know them any more."""
     cdef uint64_t i, j, pfn, word, pages = 0
@@ -286,6 +289,9 @@ cdef void free_folios(mem_t *m, const uint64_t *freed, uint64_t nr) noexcept nog
         pfn = word & ((ONE << FREED_CLEAN_SHIFT) - 1)
         order = <unsigned>(word >> FREED_ORDER_SHIFT)
         head = &m.map[pfn]
+        if mm_unlikely(test_dirty(word, head)):
+            # Freed before it was written: what the kernel's truncation takes off the dirty count.
+            stat_add(m, NR_DIRTY, -<int64_t>(ONE << order))
         r = region_of(m, pfn)
         if r == NULL:
             free_device_folio(m, pfn)

@@ -228,40 +228,47 @@ cdef inline void page_init(page_t *page, uint64_t flags, uint32_t refcount) noex
     # Last: with a count the page can be found by others.
     a32_store_release(&page._refcount, refcount)
 
-cdef inline void prep_compound_page(page_t *head, uint64_t flags, unsigned order) noexcept nogil:
-    """Write the 64 * 2^order bytes of a folio with refcount 0; the caller publishes it by storing the count.
+cdef inline void prep_tail(page_t *page, uint64_t flags, uint64_t word) noexcept nogil:
+    """Write all 64 bytes of a tail: refcount 0, map count -1, its tail word."""
+    page.lru_prev = 0
+    page.mapping = TAIL_MAPPING
+    page.index = 0
+    page.private = 0
+    page._mapcount = -1
+    page.memcg_data = 0
+    a64_store_relaxed(&page.flags, flags)
+    a32_store_relaxed(&page._refcount, 0)
+    a64_store_relaxed(&page.compound_info, word)
 
-    `flags` are the zone and node bits. Tails have refcount 0 and map count -1.
-    """
-    cdef uint64_t i, nr = ONE << order, word = tail_word(order)
-    cdef page_t *page
+cdef inline void prep_folio_words(page_t *head, unsigned order) noexcept nogil:
+    """Write what a folio keeps in tails 1 and 2, after these were written as tails."""
     cdef folio_t *folio = as_folio(head)
-    page_init(head, flags | (ONE << PG_head), 0)
-    for i in range(1, nr):
-        page = head + i
-        page.flags = flags
-        page.lru_prev = 0
-        page.mapping = TAIL_MAPPING
-        page.index = 0
-        page.private = 0
-        page._mapcount = -1
-        a32_store_relaxed(&page._refcount, 0)
-        page.memcg_data = 0
-        a64_store_relaxed(&page.compound_info, word)
-    folio._flags_1 = flags | order
+    folio._flags_1 |= order
     folio._large_mapcount = -1
     folio._nr_pages_mapped = 0
     folio._entire_mapcount = -1
-    folio._pincount = 0
+    a32_store_relaxed(&folio._pincount, 0)
     folio._mm_id_mapcount[0] = -1
     folio._mm_id_mapcount[1] = -1
     folio._mm_id[0] = 0
     folio._mm_id[1] = 0
-    folio._nr_pages = <uint32_t>nr
+    folio._nr_pages = <uint32_t>(ONE << order)
     if order > 1:
-        # An empty list points to itself; ours are PFN links, and 0 is never a PFN.
+        # The kernel's empty list points to itself; ours are PFN links, and 0 is never a PFN.
         folio._deferred_list[0] = 0
         folio._deferred_list[1] = 0
+
+cdef inline void prep_compound_page(page_t *head, uint64_t flags, unsigned order) noexcept nogil:
+    """Write the 64 * 2^order bytes of a folio with refcount 0; the caller publishes it by storing the count.
+
+    The head gets `flags` and PG_head; the tails get the zone and node bits of `flags`.
+    """
+    cdef uint64_t i, word = tail_word(order)
+    cdef uint64_t zone = flags & ~((ONE << ZONE_SHIFT) - 1)
+    page_init(head, flags | (ONE << PG_head), 0)
+    for i in range(1, ONE << order):
+        prep_tail(head + i, zone, word)
+    prep_folio_words(head, order)
 
 cdef inline void prep_hugetlb_folio(page_t *head) noexcept nogil:
     """Mark a fresh compound page as hugetlb: a type on the head only, and its words in tail 3."""

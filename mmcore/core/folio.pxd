@@ -1,0 +1,190 @@
+"""Folios: references, pins, the lock, dirty and writeback, split.
+
+Laws
+    _refcount >= mappings + pins. Whoever brings it to 0 owns the folio; nobody else may touch it after.
+    Pins of a small folio are GUP_PIN_COUNTING_BIAS on _refcount each; of a large one 1 on _refcount and 1 on _pincount.
+    The permanent zero page is never pinned. nr_foll_pin_* count base pages' pins, on every path.
+    A put or unpin that would break a law is undone and refused with a BAD_* code.
+
+Memory order
+    Taking a reference   acquire: what the last owner wrote is visible (compare-and-swap, never from 0: a folio at 0
+                         is being freed, and an add that is taken back could hit its next owner)
+    Dropping one         release, and acquire for whoever reaches 0
+    Pin, large           _refcount first, then _pincount; unpin: _pincount first, then _refcount. So at any moment
+                         _pincount <= _refcount, and whoever sees 0 references sees 0 pins.
+    Lock                 acquire by fetch-or of PG_locked; release by one fetch-and that also takes PG_waiters, since
+                         nothing of the folio may be touched after it is unlocked
+
+Plain references and pins share one counter of a small folio. As long as it never had 512 or more plain references,
+_refcount & 1023 is their exact number, and a put that would eat a pin is refused. A folio that had that many carries
+PG_mm_many_refs until it is freed; on it an unpin too many, or a put too many, can no longer be seen.
+"""
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from mmcore.core.memory cimport *
+from mmcore.core.buddy cimport free_folio
+
+cdef enum:
+    FOLL_WRITE = 0x1
+    FOLL_GET = 0x2
+    FOLL_DUMP = 0x4
+    FOLL_FORCE = 0x8
+    FOLL_NOWAIT = 0x10
+    FOLL_NOFAULT = 0x20
+    FOLL_HWPOISON = 0x40
+    FOLL_ANON = 0x80
+    FOLL_LONGTERM = 0x100
+    FOLL_SPLIT_PMD = 0x200
+    FOLL_PCI_P2PDMA = 0x400
+    FOLL_INTERRUPTIBLE = 0x800
+    FOLL_HONOR_NUMA_FAULT = 0x1000
+    FOLL_TOUCH = 1 << 16
+    FOLL_TRIED = 1 << 17
+    FOLL_REMOTE = 1 << 18
+    FOLL_PIN = 1 << 19
+    FOLL_FAST_ONLY = 1 << 20
+    FOLL_UNLOCKABLE = 1 << 21
+    FOLL_MADV_POPULATE = 1 << 22
+
+cdef enum:                      # why a put was refused; outside the range of errno
+    BAD_UNDERFLOW = -5001       # fewer references than the call drops
+    BAD_UNPINNED = -5002        # fewer pins than the call drops
+    BAD_EATS_PIN = -5003        # the references left would not cover the pins
+    BAD_LOCKED = -5004          # the last reference, and somebody holds the lock
+    BAD_WRITEBACK = -5005       # the last reference, and writeback runs
+    BAD_MAPPED = -5006          # the last reference, and page tables map it
+    BAD_RESERVED = -5007        # the last reference of a page that is not the allocator's
+    BAD_FREE = -5008            # the folio is free already
+    NOT_FREED = 0
+    FREED = 1                   # the caller brought it to 0, and frees it
+
+# ---- slow sides, out of line ---------------------------------------------------------------------------------------
+cdef int put_suspicious(mem_t *m, page_t *head, uint32_t old, uint32_t refs) noexcept nogil
+cdef int put_last(mem_t *m, page_t *head, uint32_t amount) noexcept nogil
+
+# ---- references ----------------------------------------------------------------------------------------------------
+cdef inline uint32_t refs_load(const page_t *head) noexcept nogil:
+    return a32_load_relaxed(&head._refcount)
+
+cdef inline uint32_t pincount_load(const page_t *head) noexcept nogil:
+    return a32_load_relaxed(&as_folio(head)._pincount)
+
+cdef inline void note_plain_refs(page_t *head, uint32_t old, uint32_t refs) noexcept nogil:
+    """Mark a small folio whose plain references come near the bias. Long before: the mark is set after the add."""
+    if mm_unlikely((old & (GUP_PIN_COUNTING_BIAS - 1)) + <uint64_t>refs >= GUP_PIN_COUNTING_BIAS // 2):
+        if not test_flag(head, PG_mm_many_refs) and not page_is_head(head):
+            set_flag(head, PG_mm_many_refs)
+
+cdef inline bint ref_add_positive(page_t *head, uint64_t amount) noexcept nogil:
+    """Add when the count, a signed int, is above 0 and the sum fits 32 bits."""
+    cdef uint32_t old = refs_load(head)
+    while True:
+        if mm_unlikely(<int32_t>old <= 0 or amount + old > 0xffffffffu):
+            return False
+        if mm_likely(a32_cas_acq_rel(&head._refcount, &old, old + <uint32_t>amount)):
+            return True
+
+cdef inline bint ref_add_unless_zero(page_t *head, uint32_t amount) noexcept nogil:
+    """Add unless the count is 0 (folio_ref_try_add)."""
+    cdef uint32_t old = refs_load(head)
+    while True:
+        if old == 0 or <uint64_t>old + amount > 0xffffffffu:
+            return False
+        if mm_likely(a32_cas_acq_rel(&head._refcount, &old, old + amount)):
+            note_plain_refs(head, old, amount)
+            return True
+
+cdef inline int put_refs(mem_t *m, page_t *head, bint large, uint32_t refs) noexcept nogil:
+    """Drop plain references: NOT_FREED, FREED, or a BAD_* code after undoing."""
+    cdef uint32_t old = a32_fetch_sub_acq_rel(&head._refcount, refs)
+    cdef int bad
+    if large:
+        if mm_unlikely(old < refs or old - refs < pincount_load(head)):
+            bad = put_suspicious(m, head, old, refs)
+            if bad:
+                return bad
+    elif mm_unlikely((old & (GUP_PIN_COUNTING_BIAS - 1)) < refs):
+        bad = put_suspicious(m, head, old, refs)
+        if bad:
+            return bad
+    if old == refs:
+        return put_last(m, head, refs)
+    return NOT_FREED
+
+cdef inline int put_pins(mem_t *m, page_t *head, bint large, uint64_t pins) noexcept nogil:
+    """Drop pins (not of the zero page): NOT_FREED, FREED, or a BAD_* code after undoing. Statistics are the caller's."""
+    cdef uint32_t old, amount = <uint32_t>pins
+    cdef int last
+    if large:
+        old = a32_fetch_sub_acq_rel(&as_folio(head)._pincount, amount)
+        if mm_unlikely(old < pins):
+            a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
+            return BAD_UNPINNED
+    else:
+        if mm_unlikely(pins >> (32 - GUP_PIN_COUNTING_SHIFT)):
+            return BAD_UNPINNED
+        amount <<= GUP_PIN_COUNTING_SHIFT
+    old = a32_fetch_sub_acq_rel(&head._refcount, amount)
+    if mm_unlikely(old < amount):
+        a32_fetch_add_acq_rel(&head._refcount, amount)
+        if large:
+            a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
+            return BAD_UNDERFLOW
+        return BAD_UNPINNED
+    if old == amount:
+        last = put_last(m, head, amount)
+        if large and last < 0:
+            a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
+        return last
+    return NOT_FREED
+
+cdef inline void undo_put_refs(page_t *head, uint32_t refs) noexcept nogil:
+    a32_fetch_add_acq_rel(&head._refcount, refs)
+
+cdef inline void undo_put_pins(page_t *head, bint large, uint64_t pins) noexcept nogil:
+    if large:
+        a32_fetch_add_acq_rel(&head._refcount, <uint32_t>pins)
+        a32_fetch_add_acq_rel(&as_folio(head)._pincount, <uint32_t>pins)
+    else:
+        a32_fetch_add_acq_rel(&head._refcount, <uint32_t>pins << GUP_PIN_COUNTING_SHIFT)
+
+cdef int grab_folio(mem_t *m, uint64_t pfn, uint64_t refs, unsigned flags) noexcept nogil
+cdef uint64_t try_get_folio(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil
+
+# ---- the lock, dirty, writeback ------------------------------------------------------------------------------------
+cdef inline bint trylock(page_t *head) noexcept nogil:
+    return not (a64_fetch_or_acquire(&head.flags, ONE << PG_locked) >> PG_locked) & 1
+
+cdef int lock_wait(mem_t *m, uint64_t pfn) noexcept nogil           # 0, or -EINTR with a Python exception set
+cdef void unlock(mem_t *m, uint64_t pfn) noexcept nogil
+
+cdef bint mark_dirty(mem_t *m, uint64_t pfn) noexcept nogil         # True when it was clean
+cdef bint clear_dirty(mem_t *m, uint64_t pfn) noexcept nogil        # True when it was dirty
+cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil
+
+# ---- sums that have one home ---------------------------------------------------------------------------------------
+cdef inline uint64_t remaining_pages(uint64_t head, uint64_t nr_pages, uint64_t pfn, uint64_t max_pages) noexcept nogil:
+    """Pages from pfn to the end of its folio, pfn's own included, at most max_pages (folio_remaining_pages)."""
+    cdef uint64_t left = head + nr_pages - pfn
+    return left if left < max_pages else max_pages
+
+cdef inline bint longterm_pinnable(mem_t *m, uint64_t pfn) noexcept nogil:
+    """May the folio with this head be pinned for long? The order of the questions is the kernel's."""
+    cdef unsigned zone, block = pageblock_migratetype(m, pfn)
+    cdef device_t *d
+    if block == MIGRATE_CMA or block == MIGRATE_ISOLATE:
+        return False
+    if pfn == m.zero_pfn:
+        return True
+    zone = page_zone(&m.map[pfn])
+    if zone == ZONE_DEVICE:
+        d = device_of(m, pfn)
+        return d == NULL or (d.type != DEVICE_COHERENT and d.type != DEVICE_FSDAX)
+    return zone != ZONE_MOVABLE
+
+# ---- for the thin functions of this and the higher modules -----------------------------------------------------------
+cdef Memory folio_arg(object folio, uint64_t *pfn, bint live)           # no tail; with live, no free one either
+cdef Memory page_arg(object page, uint64_t *pfn)
+cdef uint64_t count_arg(object number, str what, uint64_t least, uint64_t most) except? 0
+cdef object grab_error(Memory mem, int error, uint64_t pfn)
+cdef object bad_page(Memory mem, int code, uint64_t pfn, uint64_t dropped, str call)
+cdef int raise_pending() except -1                                      # raise what a signal handler raised

@@ -1,0 +1,737 @@
+"""The unpin family, release_pages, grab_pages, and the iterators as Python sees them."""
+from cpython.exc cimport PyErr_Occurred
+from libc.errno cimport EINTR, ENOMEM, EREMOTEIO
+from libc.string cimport memset
+from mmcore.core.buddy cimport free_folio
+from mmcore.core.pagelist cimport as_pages, new_pagelist, filling, pagelist_view
+
+import errno as _errno
+
+import numpy as np
+
+from .errors import BadPage, InvalidArgument, MMError
+from .folio import folio_put_refs
+
+__all__ = [
+    "compound_next", "for_each_compound_head", "compound_range_next", "for_each_compound_range", "folio_runs",
+    "put_compound_head", "unpin_user_page", "unpin_user_pages", "unpin_user_pages_dirty_lock",
+    "unpin_user_page_range_dirty_lock", "unpin_user_folio", "unpin_user_folio_dirty_locked", "unpin_folio",
+    "unpin_folios", "release_pages", "folios_put", "grab_pages",
+]
+
+# ---- one group ------------------------------------------------------------------------------------------------------------
+cdef inline void note_freed(batch_t *b, uint64_t pfn, page_t *head, bint large) noexcept nogil:
+    """Remember a folio this batch brought to 0. Its line is warm now: see whether it reads as a free page's already."""
+    cdef bint clean = False
+    cdef unsigned order = 0
+    if large:
+        order = folio_order_of(head)
+    else:
+        clean = (head.flags ^ ((head.flags >> ZONE_SHIFT) << ZONE_SHIFT)) == 0 \
+            and (head.compound_info | head.lru_prev | head.mapping | head.index | head.private | head.memcg_data) == 0 \
+            and head._mapcount == -1
+    b.freed[b.nr_freed] = freed_word(pfn, order, clean)
+    b.nr_freed += 1
+
+cdef int dirty_once(batch_t *b, uint64_t pfn, page_t *head) noexcept nogil:
+    """Lock, mark dirty, unlock, unless somebody did already; the test without the lock is the kernel's, and benign."""
+    cdef int error
+    if test_flag(head, PG_dirty) or pfn == b.m.zero_pfn:
+        return 0
+    error = lock_wait(b.m, pfn)
+    if error:
+        return error
+    if mark_dirty(b.m, pfn):
+        b.dirtied[b.nr_dirtied] = pfn
+        b.nr_dirtied += 1
+    unlock(b.m, pfn)
+    return 0
+
+cdef inline bint skipped(const batch_t *b, uint64_t pfn) noexcept nogil:
+    """Pins of the zero page were never counted; the huge zero folio is not put by release_pages."""
+    return pfn == (b.m.zero_pfn if b.pins else b.m.huge_zero_pfn)
+
+cdef inline int release_group(batch_t *b, uint64_t pfn, bint large, uint64_t count) noexcept nogil:
+    """Drop `count` pins or references of one folio: 0, or the error, with the folio as it was."""
+    cdef page_t *head = &b.m.map[pfn]
+    cdef int result
+    if mm_unlikely(skipped(b, pfn)):
+        return 0
+    if b.make_dirty:
+        result = dirty_once(b, pfn, head)
+        if mm_unlikely(result):
+            b.error, b.bad_pfn, b.bad_count = result, pfn, count
+            return result
+    if b.pins:
+        result = put_pins(b.m, head, large, count)
+        b.released += count
+        b.pincount_atomics += large
+    else:
+        result = put_refs(b.m, head, large, <uint32_t>count) if count <= 0xffffffffu else BAD_UNDERFLOW
+    b.ref_atomics += 1
+    if mm_unlikely(result != NOT_FREED):
+        if result < 0:
+            if b.pins:
+                b.released -= count
+            b.error, b.bad_pfn, b.bad_count = result, pfn, count
+            return result
+        note_freed(b, pfn, head, large)
+    return 0
+
+# ---- walks ------------------------------------------------------------------------------------------------------------------
+cdef enum:
+    SHORT_GROUP = 32            # below: prefetch page by page; from here on: folio by folio
+    AHEAD = 32                  # entries
+    STEP = 4
+
+cdef uint64_t walk_page(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
+    cdef page_t *map = b.m.map
+    cdef uint64_t i = 0, head
+    while i < n:
+        if mm_likely(pfns[i] != 0):
+            head = compound_head_pfn(map, pfns[i])
+            if mm_unlikely(release_group(b, head, page_is_head(&map[head]), 1) != 0):
+                break
+        i += 1
+    b.head_lookups += i
+    return i
+
+cdef uint64_t walk_head(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
+    cdef page_t *map = b.m.map
+    cdef uint64_t i = 0
+    cdef group_t g
+    while i < n:
+        if mm_unlikely(pfns[i] == 0):
+            i += 1
+            continue
+        next_head(map, pfns + i, n - i, &g)
+        if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
+            break
+        i += g.count
+    b.head_lookups += i
+    return i
+
+cdef uint64_t walk_run(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
+    cdef page_t *map = b.m.map
+    cdef uint64_t i = 0, ahead = 0, at, groups = 0
+    cdef group_t g
+    g.count = 0
+    g.nr_pages = 1
+    while i < n:
+        if g.count < SHORT_GROUP:
+            if ahead < i:
+                ahead = i
+            while ahead < i + AHEAD and ahead < n:
+                prefetch_write(&map[pfns[ahead]])
+                ahead += 1
+        elif i + g.count < n:
+            # The next group is likely as long as the last; its entry gives the head by alignment.
+            at = pfns[i + g.count] & ~(g.nr_pages - 1)
+            prefetch_write(&map[at])
+            prefetch_write(&map[at + 1])
+        if mm_unlikely(pfns[i] == 0):
+            i += 1
+            continue
+        next_run(map, pfns + i, n - i, &g)
+        if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
+            break
+        groups += 1
+        i += g.count
+    b.head_lookups += groups
+    return i
+
+cdef uint64_t release_list(batch_t *b, const uint64_t *pfns, uint64_t n, int gen) noexcept nogil:
+    if gen == GEN_RUN:
+        return walk_run(b, pfns, n)
+    if gen == GEN_HEAD:
+        return walk_head(b, pfns, n)
+    return walk_page(b, pfns, n)
+
+cdef uint64_t release_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil:
+    cdef page_t *map = b.m.map
+    cdef uint64_t i = 0, groups = 0, k
+    cdef group_t g
+    g.count = 1
+    while i < n:
+        if g.count < SHORT_GROUP:
+            # Lines follow each other, but locked operations hide that from the processor's own prefetcher.
+            if i + AHEAD < n:
+                for k in range(g.count):
+                    prefetch_write(&map[pfn + i + AHEAD + k])
+        elif i + g.count + 1 < n:
+            prefetch_write(&map[pfn + i + g.count])
+            prefetch_write(&map[pfn + i + g.count + 1])
+        next_in_range(map, pfn + i, n - i, &g)
+        if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
+            break
+        groups += 1
+        i += g.count
+    b.head_lookups += groups
+    return i
+
+cdef inline void undo_group(batch_t *b, const group_t *g) noexcept nogil:
+    if skipped(b, g.head):
+        return
+    if b.pins:
+        undo_put_pins(&b.m.map[g.head], g.nr_pages > 1, g.count)
+    else:
+        undo_put_refs(&b.m.map[g.head], <uint32_t>g.count)
+
+cdef void undo_list(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
+    cdef uint64_t i = 0
+    cdef group_t g
+    while i < n:
+        if pfns[i] == 0:
+            i += 1
+            continue
+        next_run(b.m.map, pfns + i, n - i, &g)
+        undo_group(b, &g)
+        i += g.count
+
+cdef void undo_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil:
+    cdef uint64_t i = 0
+    cdef group_t g
+    while i < n:
+        next_in_range(b.m.map, pfn + i, n - i, &g)
+        undo_group(b, &g)
+        i += g.count
+
+# ---- batches -------------------------------------------------------------------------------------------------------------------
+cdef int batch_begin(batch_t *b, mem_t *m, uint64_t nr_pages, bint pins, bint make_dirty) noexcept nogil:
+    """Get ready for releases of nr_pages in all: 0, or -ENOMEM before anything changed.
+
+    The arrays have room for the worst case; what is not used of them is never touched.
+    """
+    memset(b, 0, sizeof(batch_t))
+    b.m = m
+    b.pins = pins
+    b.make_dirty = make_dirty
+    b.freed_size = nr_pages * sizeof(uint64_t)
+    if inject_fails(m, INJECT_ALLOC):
+        return -ENOMEM
+    b.freed = <uint64_t *>buffer_alloc(b.freed_size)
+    if b.freed == NULL:
+        return -ENOMEM
+    if make_dirty:
+        b.dirtied_size = nr_pages * sizeof(uint64_t)
+        b.dirtied = <uint64_t *>buffer_alloc(b.dirtied_size)
+        if b.dirtied == NULL:
+            buffer_free(b.freed, b.freed_size)
+            return -ENOMEM
+    return 0
+
+cdef void batch_end(batch_t *b) noexcept nogil:
+    stat_add(b.m, OP_REF_ATOMICS, <int64_t>b.ref_atomics)
+    stat_add(b.m, OP_PINCOUNT_ATOMICS, <int64_t>b.pincount_atomics)
+    stat_add(b.m, OP_HEAD_LOOKUPS, <int64_t>b.head_lookups)
+    buffer_free(b.freed, b.freed_size)
+    if b.dirtied != NULL:
+        buffer_free(b.dirtied, b.dirtied_size)
+
+cdef void batch_finish(batch_t *b) noexcept nogil:
+    if b.released:
+        stat_add(b.m, NR_FOLL_PIN_RELEASED, <int64_t>b.released)
+    if b.nr_freed:
+        free_folios(b.m, b.freed, b.nr_freed)
+    batch_end(b)
+
+cdef void batch_drop(batch_t *b) noexcept nogil:
+    cdef uint64_t i
+    for i in range(b.nr_dirtied):
+        clear_dirty(b.m, b.dirtied[i])
+    batch_end(b)
+
+cdef object no_room(uint64_t n):
+    return MMError(_errno.ENOMEM, f"no memory to note the folios that a release of {n} pages may free. Nothing was changed")
+
+cdef object failed(Memory mem, batch_t *b, str call):
+    """Raise what a failed batch ended with; everything is undone already."""
+    if b.error == -EINTR:
+        raise_pending()
+    return bad_page(mem, b.error, b.bad_pfn, b.bad_count, call)
+
+cdef int generation_arg(object release) except -1:
+    if release == "run":
+        return GEN_RUN
+    if release == "head":
+        return GEN_HEAD
+    if release == "page":
+        return GEN_PAGE
+    raise InvalidArgument(f"release={release!r} is none of 'run', 'head', 'page'")
+
+cdef int sanity_check_pinned_pages(Memory mem, const uint64_t *pfns, uint64_t n) except -1:
+    """Under debug=True: a pinned anonymous page was exclusive when it was pinned, and stays so."""
+    cdef mem_t *m = &mem.m
+    cdef uint64_t i, head
+    cdef bint exclusive
+    for i in range(n):
+        if pfns[i] == 0 or pfns[i] == m.zero_pfn:
+            continue
+        head = compound_head_pfn(m.map, pfns[i])
+        if not folio_is_anon(&m.map[head]):
+            continue
+        exclusive = test_flag(&m.map[head], PG_owner_2)
+        if page_is_head(&m.map[head]) and not folio_is_hugetlb(&m.map[head]):
+            exclusive = exclusive or test_flag(&m.map[pfns[i]], PG_owner_2)
+        if not exclusive:
+            raise BadPage("pinned anonymous pages are exclusive", f"PFN {pfns[i]:#x} is pinned, anonymous, and not exclusive "
+                          "(debug=True). Nothing was changed", pfn=pfns[i])
+    return 0
+
+cdef object release_pages_of(object pages, object npages, int gen, bint pins, bint make_dirty, bint sanity, str call):
+    """Release the first npages of a PageList or PageRanges: the body of every def function on lists below."""
+    cdef PageList plist
+    cdef PageRanges ranges = None
+    cdef Memory mem
+    cdef batch_t b
+    cdef uint64_t n, total, i, done, left, k, nr_runs = 0
+    pages = as_pages(pages)
+    mem = pages.mem
+    if isinstance(pages, PageRanges):
+        ranges = pages
+        plist = ranges.starts
+        nr_runs = plist.n
+        total = ranges.nr_pages
+        if gen != GEN_RUN:
+            # The walks over lists want a list; only the generation `run` knows ranges.
+            plist = ranges.to_pagelist()
+            ranges = None
+    else:
+        plist = pages
+        total = plist.n
+    n = total if npages is None else count_arg(npages, "npages", 0, total)
+    if n == 0:
+        return
+    if sanity and mem.m.debug:
+        if ranges is not None:
+            plist = ranges.to_pagelist()
+            ranges = None
+        sanity_check_pinned_pages(mem, plist.p, n)
+    cdef mem_t *m = mem.enter()
+    with nogil:
+        done = 0
+        b.error = batch_begin(&b, m, n, pins, make_dirty)
+        if b.error == 0 and ranges is None:
+            done = release_list(&b, plist.p, n, gen)
+            if done < n:
+                undo_list(&b, plist.p, done)
+        elif b.error == 0:
+            left = n
+            for i in range(nr_runs):
+                k = min(ranges.count[i], left)
+                done = release_range(&b, plist.p[i], k) if plist.p[i] else k
+                if done < k:
+                    undo_range(&b, plist.p[i], done)
+                    while i > 0:
+                        i -= 1
+                        if plist.p[i]:
+                            undo_range(&b, plist.p[i], ranges.count[i])
+                    break
+                left -= k
+                if left == 0:
+                    break
+        if b.error == 0:
+            batch_finish(&b)
+        elif b.m != NULL and b.error != -ENOMEM:
+            batch_drop(&b)
+    mem.leave()
+    if b.error == -ENOMEM:
+        raise no_room(n)
+    if b.error:
+        raise failed(mem, &b, call)
+
+cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, str call):
+    """Drop pins of one folio: the body of the functions that take a page or a folio."""
+    cdef mem_t *m = &mem.m
+    cdef page_t *head = &m.map[pfn]
+    cdef bint large = page_is_head(head), newly = False
+    cdef unsigned order = folio_order_of(head)
+    cdef int result
+    if nr == 0 or pfn == m.zero_pfn:
+        return
+    if make_dirty and not test_flag(head, PG_dirty):
+        if refs_load(head) == 0:
+            raise bad_page(mem, BAD_UNPINNED, pfn, nr, call)
+        if not trylock(head):
+            mem.enter()
+            with nogil:
+                result = lock_wait(m, pfn)
+            mem.leave()
+            if result:
+                raise_pending()
+        newly = mark_dirty(m, pfn)
+        unlock(m, pfn)
+    result = put_pins(m, head, large, nr)
+    if result < 0:
+        if newly:
+            clear_dirty(m, pfn)
+        raise bad_page(mem, result, pfn, nr, call)
+    stat_add(m, NR_FOLL_PIN_RELEASED, <int64_t>nr)
+    stat_add(m, OP_REF_ATOMICS, 1)
+    stat_add(m, OP_PINCOUNT_ATOMICS, large)
+    if result == FREED:
+        free_folio(m, pfn, order)
+
+
+# ---- iterators ----------------------------------------------------------------------------------------------------------------------
+def compound_next(pages, i):
+    """Return (Folio, n): the folio of entry i of a list, and how many entries from there on are in it.
+
+    Grouping is by neighbours in the list: any order within a folio, holes and duplicates. (None, 1) for NULL.
+    Raises InvalidArgument when i is no index of the list.
+    """
+    pages = as_pages(pages)
+    cdef PageList plist = pages.to_pagelist() if isinstance(pages, PageRanges) else pages
+    cdef group_t g
+    cdef uint64_t at
+    if plist.n == 0:
+        raise InvalidArgument("the list is empty")
+    at = count_arg(i, "index", 0, plist.n - 1)
+    if plist.p[at] == 0:
+        return None, 1
+    next_run(plist.mem.m.map, plist.p + at, plist.n - at, &g)
+    return folio_handle(plist.mem, g.head), g.count
+
+
+def for_each_compound_head(pages, npages=None):
+    """Iterate over (Folio, n): the folios of a list and how many neighbouring entries are in each. NULL is skipped.
+
+    Folio and count are read when the iterator gets there; the caller holds references. v3 series, 2021.
+    """
+    cdef group_t g
+    cdef uint64_t i = 0, n
+    pages = as_pages(pages)
+    cdef PageList plist = pages.to_pagelist() if isinstance(pages, PageRanges) else pages
+    n = plist.n if npages is None else count_arg(npages, "npages", 0, plist.n)
+    return _heads(plist, n)
+
+
+def _heads(PageList plist, uint64_t n):
+    cdef group_t g
+    cdef uint64_t i = 0
+    while i < n:
+        if plist.p[i] == 0:
+            i += 1
+            continue
+        next_run(plist.mem.ptr().map, plist.p + i, n - i, &g)
+        i += g.count
+        yield folio_handle(plist.mem, g.head), g.count
+
+cdef Memory range_arg(object page, object npages, uint64_t *pfn, uint64_t *n):
+    """A first Page and a number of pages that stay within the Memory."""
+    cdef Memory mem = page_arg(page, pfn)
+    cdef mem_t *m = &mem.m
+    cdef uint64_t end = m.nr_ram
+    cdef device_t *d
+    if pfn[0] >= m.nr_ram:
+        d = device_of(m, pfn[0])
+        end = d.end
+    n[0] = count_arg(npages, "npages", 0, ~<uint64_t>0)
+    if n[0] > end - pfn[0]:
+        raise InvalidArgument(f"{n[0]} pages from PFN {pfn[0]:#x} leave the memory that starts there: {end - pfn[0]} remain",
+                              pfn=pfn[0])
+    return mem
+
+
+def compound_range_next(page, npages, i):
+    """Return (Folio, n): the folio of page + i in a range of contiguous pages, and how many of the range follow in it."""
+    cdef uint64_t pfn, n, at
+    cdef group_t g
+    cdef Memory mem = range_arg(page, npages, &pfn, &n)
+    if n == 0:
+        raise InvalidArgument("the range is empty")
+    at = count_arg(i, "index", 0, n - 1)
+    next_in_range(mem.m.map, pfn + at, n - at, &g)
+    return folio_handle(mem, g.head), g.count
+
+
+def for_each_compound_range(page, npages):
+    """Iterate over (Folio, n): the folios that a range of contiguous pages touches, and how many of its pages are in each."""
+    cdef uint64_t pfn, n
+    cdef Memory mem = range_arg(page, npages, &pfn, &n)
+    return _range(mem, pfn, n)
+
+
+def _range(Memory mem, uint64_t pfn, uint64_t n):
+    cdef group_t g
+    cdef uint64_t i = 0
+    while i < n:
+        next_in_range(mem.ptr().map, pfn + i, n - i, &g)
+        i += g.count
+        yield folio_handle(mem, g.head), g.count
+
+
+def folio_runs(pages):
+    """Return (head PFNs, counts), uint64 arrays: all that for_each_compound_head gives, in one step without the GIL."""
+    pages = as_pages(pages)
+    cdef PageList plist = pages.to_pagelist() if isinstance(pages, PageRanges) else pages
+    cdef PageList heads = new_pagelist(plist.mem, plist.n), counts = new_pagelist(plist.mem, plist.n)
+    cdef uint64_t *head = filling(heads)
+    cdef uint64_t *count = filling(counts)
+    cdef uint64_t i = 0, groups = 0
+    cdef group_t g
+    cdef mem_t *m = plist.mem.enter()
+    with nogil:
+        while i < plist.n:
+            if plist.p[i] == 0:
+                i += 1
+                continue
+            next_run(m.map, plist.p + i, plist.n - i, &g)
+            head[groups] = g.head
+            count[groups] = g.count
+            groups += 1
+            i += g.count
+        stat_add(m, OP_HEAD_LOOKUPS, <int64_t>groups)
+    plist.mem.leave()
+    return heads.pfns[:groups].copy(), counts.pfns[:groups].copy()
+
+
+# ---- the unpin family -----------------------------------------------------------------------------------------------------------------------
+def put_compound_head(folio, refs, flags=FOLL_PIN):
+    """Drop refs pins (FOLL_PIN) or references (FOLL_GET) of a folio in one update. gup_put_folio() in later kernels.
+
+    Raises BadPage when that would break a law.
+    """
+    cdef uint64_t pfn
+    cdef Memory mem = folio_arg(folio, &pfn, False)
+    cdef uint64_t nr = count_arg(refs, "refs", 0, 0x7fffffff)
+    cdef unsigned bits = <unsigned>count_arg(flags, "flags", 0, 0xffffffff)
+    if bits & FOLL_GET and bits & FOLL_PIN or not bits & (FOLL_GET | FOLL_PIN):
+        raise InvalidArgument("flags must have one of FOLL_GET and FOLL_PIN")
+    if bits & FOLL_PIN:
+        release_one(mem, pfn, nr, False, "put_compound_head()")
+    elif nr:
+        folio_put_refs(folio, nr)
+
+
+def unpin_user_page(page):
+    """Drop one pin of a page taken by pin_user_pages*. Raises BadPage when it is not pinned."""
+    cdef uint64_t pfn
+    cdef Memory mem = page_arg(page, &pfn)
+    if mem.m.debug:
+        sanity_check_pinned_pages(mem, &pfn, 1)
+    release_one(mem, compound_head_pfn(mem.m.map, pfn), 1, False, "unpin_user_page()")
+
+
+def unpin_user_pages(pages, npages=None, *, release="run"):
+    """Drop one pin of each of the first npages of a list; NULL entries are skipped.
+
+    pages: PageList or PageRanges; release: "run", "head" or "page", see the docs of the generations. Drops the GIL once
+    for all. Raises BadPage when a page is not pinned, with nothing changed; InvalidArgument for npages outside of the
+    list, where the kernel warns. Kernel: unpin_user_pages().
+    """
+    release_pages_of(pages, npages, generation_arg(release), True, False, True, "unpin_user_pages()")
+
+
+def unpin_user_pages_dirty_lock(pages, npages, make_dirty, *, release="run"):
+    """Drop one pin of each of the first npages of a list, each folio marked dirty under its lock first if make_dirty.
+
+    A folio that is dirty already is not locked. NULL entries and the zero page are skipped, also when dirtying. May
+    sleep for a folio lock. Raises as unpin_user_pages; the dirtying is undone as well.
+    Kernel: unpin_user_pages_dirty_lock().
+    """
+    release_pages_of(pages, npages, generation_arg(release), True, bool(make_dirty), True, "unpin_user_pages_dirty_lock()")
+
+
+def unpin_user_page_range_dirty_lock(page, npages, make_dirty):
+    """Drop one pin of each of npages contiguous pages from `page` on, marked dirty first if make_dirty.
+
+    Only for pages pinned by pin_user_pages* (FOLL_PIN is hard-wired): pages taken by get_user_pages* or folio_get() must
+    not go through here. One look and one update a folio. Raises as unpin_user_pages_dirty_lock; InvalidArgument for a
+    range that leaves the memory. Kernel: unpin_user_page_range_dirty_lock().
+    """
+    cdef uint64_t pfn, n, done = 0
+    cdef Memory mem = range_arg(page, npages, &pfn, &n)
+    cdef bint dirty = bool(make_dirty)
+    cdef batch_t b
+    if n == 0:
+        return
+    cdef mem_t *m = mem.enter()
+    with nogil:
+        b.error = batch_begin(&b, m, n, True, dirty)
+        if b.error == 0:
+            done = release_range(&b, pfn, n)
+            if done < n:
+                undo_range(&b, pfn, done)
+                batch_drop(&b)
+            else:
+                batch_finish(&b)
+    mem.leave()
+    if b.error == -ENOMEM:
+        raise no_room(n)
+    if b.error:
+        raise failed(mem, &b, "unpin_user_page_range_dirty_lock()")
+
+
+def unpin_user_folio(folio, npages):
+    """Drop npages pins of a folio. Raises BadPage when it has fewer. Kernel: unpin_user_folio()."""
+    cdef uint64_t pfn
+    cdef Memory mem = folio_arg(folio, &pfn, False)
+    release_one(mem, pfn, count_arg(npages, "npages", 0, 0x7fffffff), False, "unpin_user_folio()")
+
+
+def unpin_user_folio_dirty_locked(folio, npages, make_dirty):
+    """Drop npages pins of a folio, marked dirty first if make_dirty and it is clean; it takes the folio lock itself.
+
+    Proposed on the list in 2025 and not merged. Raises BadPage when it has fewer pins.
+    """
+    cdef uint64_t pfn
+    cdef Memory mem = folio_arg(folio, &pfn, False)
+    release_one(mem, pfn, count_arg(npages, "npages", 0, 0x7fffffff), bool(make_dirty), "unpin_user_folio_dirty_locked()")
+
+
+def unpin_folio(folio):
+    """Drop one pin of a folio. Kernel: unpin_folio()."""
+    unpin_user_folio(folio, 1)
+
+cdef object heads_of(object folios):
+    """A list of folios as a PageList of their heads; None stands for NULL."""
+    cdef uint64_t pfn
+    cdef Memory mem = None, other
+    if isinstance(folios, (PageList, PageRanges)):
+        raise TypeError("a list of folios is wanted, not of pages")
+    folios = list(folios)
+    heads = []
+    for folio in folios:
+        if folio is None:
+            heads.append(0)
+            continue
+        other = folio_arg(folio, &pfn, False)
+        if mem is not None and other is not mem:
+            raise InvalidArgument("the folios belong to two Memories", pfn=pfn)
+        mem = other
+        heads.append(pfn)
+    return PageList(mem, heads) if mem is not None else None
+
+
+def unpin_folios(folios):
+    """Drop one pin of each folio of a list; equal neighbours in one update, None is skipped. Kernel: unpin_folios()."""
+    heads = heads_of(folios)
+    if heads is not None:
+        release_pages_of(heads, None, GEN_RUN, True, False, False, "unpin_folios()")
+
+
+def release_pages(pages, *, release="run"):
+    """Drop one plain reference of each page of a list, and free what reaches 0; the huge zero folio is skipped.
+
+    pages: PageList or PageRanges. release="run" groups by folio as the unpin family does; "page" goes one by one, as the
+    kernel still does. Raises BadPage when a reference is missing, with nothing changed. Kernel: release_pages().
+    """
+    release_pages_of(pages, None, generation_arg(release), False, False, False, "release_pages()")
+
+
+def folios_put(folios):
+    """Drop one plain reference of each folio of a list; the huge zero folio is skipped. Kernel: folios_put()."""
+    heads = heads_of(folios)
+    if heads is not None:
+        release_pages_of(heads, None, GEN_RUN, False, False, False, "folios_put()")
+
+
+# ---- acquiring a given list -----------------------------------------------------------------------------------------------------------------------
+cdef int grab_list(mem_t *m, const uint64_t *pfns, uint64_t n, unsigned flags, uint64_t *done) noexcept nogil:
+    """Take a pin or reference of each page, a group at a time: 0, or negative errno with the first `done` entries taken.
+
+    A page may be split off its folio between the look and the reference; the look is repeated under the reference.
+    """
+    cdef page_t *map = m.map
+    cdef page_t *head
+    cdef uint64_t i = 0, taken = 0, refs = 0, pins = 0, groups = 0, ahead = 0, amount, at
+    cdef group_t g, again
+    cdef uint32_t old
+    cdef int error = 0
+    cdef device_t *d
+    cdef bint pin = (flags & FOLL_PIN) != 0
+    g.count = 0
+    g.nr_pages = 1
+    while i < n:
+        if g.count < SHORT_GROUP:
+            if ahead < i:
+                ahead = i
+            while ahead < i + AHEAD and ahead < n:
+                prefetch_write(&map[pfns[ahead]])
+                ahead += 1
+        elif i + g.count < n:
+            at = pfns[i + g.count] & ~(g.nr_pages - 1)
+            prefetch_write(&map[at])
+            prefetch_write(&map[at + 1])
+        if pfns[i] == 0:
+            i += 1
+            continue
+        next_run(map, pfns + i, n - i, &g)
+        if mm_unlikely(pin and g.head == m.zero_pfn):
+            i += g.count
+            continue
+        head = &map[g.head]
+        if mm_unlikely(page_zone(head) == ZONE_DEVICE) and not flags & FOLL_PCI_P2PDMA:
+            d = device_of(m, g.head)
+            if d != NULL and d.type == DEVICE_PCI_P2PDMA:
+                error = -EREMOTEIO if <int32_t>refs_load(head) > 0 else -ENOMEM
+                break
+        amount = g.count << GUP_PIN_COUNTING_SHIFT if pin and g.nr_pages == 1 else g.count
+        old = refs_load(head)
+        if mm_unlikely(amount >> 31) or not ref_add_positive(head, amount):
+            error = -ENOMEM
+            break
+        next_run(map, pfns + i, n - i, &again)
+        if mm_unlikely(again.head != g.head or again.nr_pages != g.nr_pages):
+            # Split meanwhile: what was taken belongs to what is there now.
+            if put_plain(m, g.head, <uint32_t>amount) == FREED:
+                free_folio(m, g.head, folio_order_of(head))
+            g.count = 0
+            continue
+        refs += 1
+        groups += 1
+        if pin:
+            taken += g.count
+            if g.nr_pages > 1:
+                a32_fetch_add_relaxed(&as_folio(head)._pincount, <uint32_t>g.count)
+                pins += 1
+        else:
+            note_plain_refs(head, old, <uint32_t>g.count)
+        i += g.count
+    stat_add(m, NR_FOLL_PIN_ACQUIRED, <int64_t>taken)
+    stat_add(m, OP_REF_ATOMICS, <int64_t>refs)
+    stat_add(m, OP_PINCOUNT_ATOMICS, <int64_t>pins)
+    stat_add(m, OP_HEAD_LOOKUPS, <int64_t>groups)
+    done[0] = i
+    return error
+
+cdef int put_plain(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil:
+    """Take back references that the same call added: no look at what they were for."""
+    cdef page_t *head = &m.map[pfn]
+    if a32_fetch_sub_acq_rel(&head._refcount, refs) == refs:
+        return put_last(m, head, refs)
+    return NOT_FREED
+
+
+def grab_pages(pages, flags=FOLL_PIN):
+    """Take a pin (FOLL_PIN) or a reference (FOLL_GET) of each page of a list, all or nothing; NULL is skipped.
+
+    pages: PageList or PageRanges. Raises MMError: ENOMEM for a page that is free or whose counter would overflow,
+    EREMOTEIO for P2PDMA memory without FOLL_PCI_P2PDMA; .pfn says which. What was taken before is given back then.
+    """
+    pages = as_pages(pages)
+    cdef PageList plist = pages.to_pagelist() if isinstance(pages, PageRanges) else pages
+    cdef Memory mem = plist.mem
+    cdef unsigned bits = <unsigned>count_arg(flags, "flags", 0, 0xffffffff)
+    cdef uint64_t done = 0
+    cdef int error
+    cdef batch_t b
+    if bits & FOLL_GET and bits & FOLL_PIN or not bits & (FOLL_GET | FOLL_PIN):
+        raise InvalidArgument("flags must have one of FOLL_GET and FOLL_PIN")
+    if plist.n == 0:
+        return
+    cdef mem_t *m = mem.enter()
+    with nogil:
+        b.error = batch_begin(&b, m, plist.n, (bits & FOLL_PIN) != 0, False)
+        error = b.error
+        if error == 0:
+            error = grab_list(m, plist.p, plist.n, bits, &done)
+            if error:
+                release_list(&b, plist.p, done, GEN_RUN)
+            batch_finish(&b)
+    mem.leave()
+    if error == -ENOMEM and b.error == -ENOMEM:
+        raise no_room(plist.n)
+    if error:
+        raise grab_error(mem, error, plist.p[done])
