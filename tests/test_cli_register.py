@@ -128,7 +128,7 @@ def test_text_has_everything_in_order():
         "buffer ", "backed by", "layout ", "memlock ", "release ", "\npage ", "\nhead ", "\nrun ", "\nrange ",
     )]
     assert places == sorted(places)
-    assert "2048 pages in" in text and "physical runs" in text and "scatterlist segments" in text
+    assert "2048 pages in" in text and "physical run" in text and "scatterlist segment" in text
     assert "8 MiB needed, limit" in text
 
 

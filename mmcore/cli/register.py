@@ -55,8 +55,8 @@ def print_report(report):
     fields = _buffer_fields(report) + _memlock_fields(report["memlock"])
     print_fields(fields)
     print()
-    print(f"{report['backing']['pages']} pages, median of {report['rounds']} rounds; updates are "
-          "atomic counter changes in struct pages")
+    print(f"{_many(report['backing']['pages'], 'page')}, median of {_many(report['rounds'], 'round')}; "
+          "updates are atomic counter changes in struct pages")
     rows = [
         (row["release"], str(row["pin_updates"]), f"{row['pin_ns_per_page']:.3f}",
          str(row["unpin_updates"]), f"{row['unpin_ns_per_page']:.3f}", _ratio(row["ratio"]))
@@ -95,8 +95,9 @@ def _buffer_fields(report):
         sizes.append(f"not present: {format_size(backing['length'] - backing['present'])}")
     sizes.append(" ".join(f"{kind} {format_size(n)}" for kind, n in backing["by_kind"].items()))
     fields.append(("backed by", "; ".join(sizes)))
-    fields.append(("layout", f"{backing['pages']} pages in {backing['folios']} folios; "
-                             f"{backing['runs']} physical runs, {backing['sg_segments']} scatterlist segments"))
+    fields.append(("layout", f"{_many(backing['pages'], 'page')} in {_many(backing['folios'], 'folio')}; "
+                             f"{_many(backing['runs'], 'physical run')}, "
+                             f"{_many(backing['sg_segments'], 'scatterlist segment')}"))
     for reason in sorted({row[2] for row in backing["not_huge"]}):
         fields.append(("not huge", reason))
     if buf["moved"]:
@@ -124,7 +125,7 @@ def _kernel_fields(kernel):
     if not kernel["possible"]:
         return [("kernel", f"no row: {kernel['reason']}"), ("remedy", kernel["remedy"])]
     counted, predicted, equal = kernel["counted"], kernel["predicted"], kernel["equal"]
-    fields = [("kernel", f"Linux {kernel['kernel']}, io_uring fixed buffers: {kernel['iovecs']} iovec(s); "
+    fields = [("kernel", f"Linux {kernel['kernel']}, io_uring fixed buffers, {_many(kernel['iovecs'], 'iovec')}; "
                          "walks page tables and accounts as well")]
     if kernel["no_counts"]:
         fields.append(("counted", f"pins not counted: {kernel['no_counts']}"))
@@ -152,6 +153,10 @@ def _kernel_fields(kernel):
 def _pins(counts):
     return (f"{counts['acquired']} pins acquired, {counts['released_at_register']} released at register, "
             f"{counts['released_at_unregister']} at unregister")
+
+
+def _many(number, noun):
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _ratio(ratio):
