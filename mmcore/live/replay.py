@@ -56,10 +56,8 @@ def replay(capture):
     mem = mmcore.Memory(size, page_size=capture.page_size)
     try:
         # Real frames first: what the engine takes for itself then goes elsewhere.
-        for huge in (False, True):
-            mine = hugetlb == huge
-            if np.any(mine):
-                mmcore.folios_alloc_at(mem, heads[mine], orders[mine], hugetlb=huge)
+        if len(heads):
+            mmcore.folios_alloc_at(mem, heads, orders, hugetlb=hugetlb)
         if np.any(zero):
             small = zero & (capture.orders == 0)
             pfns[small] = mem.zero_page.pfn
