@@ -1,0 +1,60 @@
+"""What several test files share: snapshots of a Memory, and refusals that must leave no trace."""
+import contextlib
+
+import pytest
+
+from mmcore import BadPage, InvalidArgument, MMError
+
+ANY_REFUSAL = (MMError, BadPage, TypeError, ValueError, OverflowError)
+
+# Statistics that count attempts may move although a call failed; everything else may not.
+STATES = ("nr_free_pages", "nr_foll_pin_acquired", "nr_foll_pin_released", "nr_dirty", "nr_writeback")
+
+
+def state(mem):
+    """Everything that a failed call must leave as it was."""
+    stat = mem.vmstat()
+    return (mem.pages.tobytes(), {name: stat[name] for name in STATES}, mem.buddyinfo(), mem.hugetlb_pools())
+
+
+@contextlib.contextmanager
+def unchanged(mem):
+    """What happens inside changes nothing, and every law holds after."""
+    before = state(mem)
+    yield
+    after = state(mem)
+    assert before[1:] == after[1:]
+    assert before[0] == after[0], "mem_map changed"
+    mem.check()
+
+
+@contextlib.contextmanager
+def refused(mem, error, match=None, errno=None, pfn=None):
+    """What happens inside is refused with this error, and changes nothing."""
+    with unchanged(mem), pytest.raises(error, match=match) as caught:
+        yield caught
+    if errno is not None:
+        assert caught.value.errno == errno
+    if pfn is not None:
+        assert caught.value.pfn == pfn
+
+
+def released(mem):
+    """Nothing is pinned any more, by the counters and by every folio."""
+    stat = mem.vmstat()
+    assert stat["nr_foll_pin_acquired"] == stat["nr_foll_pin_released"]
+    mem.check()
+
+
+def canonical_blocks(free, max_order):
+    """Free blocks by order, given the set of free PFNs: buddies always merge, so the set says everything."""
+    row = [0] * (max_order + 1)
+    left = set(free)
+    for order in range(max_order, -1, -1):
+        size = 1 << order
+        for start in sorted(pfn for pfn in left if pfn % size == 0):
+            block = range(start, start + size)
+            if left.issuperset(block):
+                left.difference_update(block)
+                row[order] += 1
+    return row
