@@ -426,14 +426,20 @@ def folios_alloc_at(Memory mem not None, pfns, orders, *, hugetlb=False):
     cdef const uint8_t[::1] order, huge
     cdef int error = 0
     cdef uint64_t i, nr, done = 0
-    try:
-        pfns = np.ascontiguousarray(np.atleast_1d(np.asarray(pfns)), dtype=np.uint64)
-        wide = np.broadcast_to(np.asarray(orders, dtype=np.int64), pfns.shape)
-        kinds = np.ascontiguousarray(np.broadcast_to(np.asarray(hugetlb, dtype=bool), pfns.shape), dtype=np.uint8)
-    except OverflowError as e:
-        raise InvalidArgument(f"a PFN or an order does not fit: {e}") from None
+    pfns, orders = np.atleast_1d(np.asarray(pfns)), np.asarray(orders)
     if pfns.ndim != 1:
         raise InvalidArgument("PFNs are a one-dimensional array")
+    for name, array in (("PFNs", pfns), ("orders", orders)):
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"{name} are integers of at most 64 bits, not {array.dtype}")
+    if pfns.dtype.kind == "i" and len(pfns) and pfns.min() < 0:
+        raise InvalidArgument(f"PFN {pfns.min()} is negative")
+    try:
+        wide = np.broadcast_to(orders, pfns.shape)
+        kinds = np.ascontiguousarray(np.broadcast_to(np.asarray(hugetlb, dtype=bool), pfns.shape), dtype=np.uint8)
+    except ValueError as e:
+        raise InvalidArgument(f"orders and hugetlb are one value, or one for each of {len(pfns)} PFNs: {e}") from None
+    pfns = np.ascontiguousarray(pfns, dtype=np.uint64)
     if len(wide) and not (0 <= wide.min() and wide.max() <= MAX_FOLIO_ORDER):
         raise InvalidArgument(f"an order is outside 0..{MAX_FOLIO_ORDER}")
     if len(pfns) and not (pfns.min() > 0 and pfns.max() < m.nr_ram):

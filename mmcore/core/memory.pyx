@@ -343,7 +343,9 @@ cdef class Memory:
         self.ptr()
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, kind, value, traceback):
+        if kind is not None and self.views:
+            return      # the traceback keeps views alive; the exception under way says more than EBUSY would
         self.close()
 
     def __dealloc__(self):
@@ -542,7 +544,7 @@ cdef class Memory:
         Raises MMError: EHWPOISON when it was marked before, EBUSY for the zero page, the huge zero folio and reserved
         pages. Kernel counterpart: memory_failure().
         """
-        from .poison import memory_failure
+        from .folio import memory_failure
         memory_failure(self, page)
 
     def save(self, path):
