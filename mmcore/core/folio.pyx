@@ -1,8 +1,8 @@
 """The folio_* and page helpers, under the kernel's names."""
 from cpython.buffer cimport PyBuffer_FillInfo
-from cpython.exc cimport PyErr_CheckSignals, PyErr_Occurred
+from cpython.exc cimport PyErr_Occurred
 from libc.errno cimport EAGAIN, EBUSY, EINTR, EINVAL, ENOMEM, EREMOTEIO
-from mmcore.core.buddy cimport region_is_free, region_take_at
+from mmcore.core.buddy cimport dissolve_pooled, region_is_free, region_take_at
 
 import enum
 import errno as _errno
@@ -19,7 +19,7 @@ __all__ = [
     "folio_unlock", "folio_test_dirty", "folio_mark_dirty", "folio_mark_dirty_lock", "set_page_dirty",
     "set_page_dirty_lock", "folio_clear_dirty_for_io", "folio_start_writeback", "folio_end_writeback", "folio_split",
     "is_zero_page", "is_huge_zero_folio", "is_huge_zero_page", "folio_remaining_pages", "try_grab_folio",
-    "folio_add_pin", "folio_add_pins", "page_address", "folio_address", "memory_failure",
+    "folio_add_pin", "folio_add_pins", "zone_device_page_init", "page_address", "folio_address", "memory_failure",
 ]
 
 
@@ -150,6 +150,10 @@ cdef int grab_folio(mem_t *m, uint64_t pfn, uint64_t refs, unsigned flags) noexc
         stat_add(m, OP_PINCOUNT_ATOMICS, 1)
     stat_add(m, NR_FOLL_PIN_ACQUIRED, <int64_t>refs)
     return 0
+
+cdef extern from "Python.h":
+    # Without cpython.exc's `except -1`: the exception stays set for the def function that waits (raise_pending).
+    int PyErr_CheckSignals()
 
 # ---- the folio lock -------------------------------------------------------------------------------------------------------
 # Waiters sleep on one of 256 conditions, chosen by the folio. PG_waiters tells the owner that there may be some:
@@ -699,7 +703,7 @@ def folio_ref_unfreeze(folio, count):
     cdef page_t *head = &mem.m.map[pfn]
     cdef region_t *r = region_of(&mem.m, pfn)
     cdef uint32_t zero = 0
-    cdef bint free = r == NULL or test_flag(head, PG_mm_pool) or test_flag(head, PG_hwpoison)
+    cdef bint free = test_flag(head, PG_mm_pool) or test_flag(head, PG_hwpoison)
     if r != NULL and not free:
         pthread_mutex_lock(&r.lock)
         free = region_is_free(&mem.m, r, pfn)
@@ -916,6 +920,21 @@ def folio_split(folio, new_order=0):
     return [folio_handle(mem, at) for at in range(pfn, pfn + (ONE << order), ONE << wanted)]
 
 
+def zone_device_page_init(page):
+    """Take the first reference on an idle device folio, as its driver does. Raises BadPage when it is not idle.
+
+    For fsdax, coherent, private and P2PDMA memory, which starts at 0; generic memory holds its own reference.
+    """
+    cdef uint64_t pfn
+    cdef Memory mem = folio_arg(page, &pfn, False)
+    cdef uint32_t zero = 0
+    if device_of(&mem.m, pfn) == NULL:
+        raise InvalidArgument(f"PFN {pfn:#x} is no device memory", pfn=pfn)
+    if not a32_cas_acq_rel(&mem.m.map[pfn]._refcount, &zero, 1):
+        raise BadPage("idle device folio", f"zone_device_page_init() on PFN {pfn:#x} with refcount {<int32_t>zero}: it is in "
+                      "use. Nothing was changed", pfn=pfn)
+
+
 def memory_failure(Memory mem not None, page):
     """Mark a page as broken; see Memory.memory_failure."""
     cdef mem_t *m = mem.ptr()
@@ -930,7 +949,10 @@ def memory_failure(Memory mem not None, page):
                                     "out of use", pfn=pfn)
     if test_flag(&m.map[pfn], PG_hwpoison):
         raise MMError(getattr(_errno, "EHWPOISON", 133), f"PFN {pfn:#x} was marked as broken before", pfn=pfn)
-    if r != NULL:
+    if test_flag(&m.map[head], PG_mm_pool):
+        # A hugetlb folio that waits in its pool is broken up: all but the broken page become ordinary memory.
+        dissolve_pooled(m, head, pfn)
+    elif r != NULL:
         # A free page leaves the allocator, so that nobody gets it.
         pthread_mutex_lock(&r.lock)
         if region_is_free(m, r, pfn):
@@ -938,6 +960,7 @@ def memory_failure(Memory mem not None, page):
             page_init(&m.map[pfn], r.zone_flags, 0)
         pthread_mutex_unlock(&r.lock)
     set_flag(&m.map[pfn], PG_hwpoison)
+    head = compound_head_pfn(m.map, pfn)
     if page_is_head(&m.map[head]):
         a64_fetch_or_relaxed(&as_folio(&m.map[head])._flags_1, ONE << PG_has_hwpoisoned)
     stat_add(m, NR_POISONED, 1)

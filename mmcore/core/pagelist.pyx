@@ -5,6 +5,7 @@ from mmcore.core.buddy cimport alloc_pages
 from mmcore.core.folio cimport count_arg
 
 import errno as _errno
+import operator
 
 import numpy as np
 
@@ -141,7 +142,7 @@ cdef class PageList:
             if step == 1:
                 return pagelist_view(self, start, max(stop - start, 0))
             return PageList(self.mem, self.pfns[index])
-        at = index.__index__()
+        at = operator.index(index)
         if not -<object>self.n <= at < self.n:
             raise IndexError(f"index {at} of a list of {self.n} pages")
         cdef uint64_t pfn = self.p[at + <object>self.n if at < 0 else at]

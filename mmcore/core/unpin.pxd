@@ -64,7 +64,7 @@ cdef inline uint64_t run_length(const uint64_t *pfns, uint64_t n, uint64_t head,
     nr_pages is a power of two, so that the OR of differences is below it exactly when each of them is.
     """
     cdef uint64_t i = 1, k, different
-    if nr_pages >= 32:
+    if nr_pages > 16:
         while i + 32 <= n:
             different = 0
             for k in range(32):
@@ -72,7 +72,6 @@ cdef inline uint64_t run_length(const uint64_t *pfns, uint64_t n, uint64_t head,
             if different >= nr_pages:
                 break
             i += 32
-    if nr_pages >= 8:
         while i + 8 <= n:
             different = 0
             for k in range(8):
@@ -87,6 +86,21 @@ cdef inline uint64_t run_length(const uint64_t *pfns, uint64_t n, uint64_t head,
 cdef inline void next_run(const page_t *map, const uint64_t *pfns, uint64_t n, group_t *g) noexcept nogil:
     g.nr_pages = folio_at(map, pfns[0], &g.head)
     g.count = run_length(pfns, n, g.head, g.nr_pages)
+
+cdef inline bint next_small(const page_t *map, const uint64_t *pfns, uint64_t n, group_t *g) noexcept nogil:
+    """The group at pfns[0] if that is a small folio (or NULL): the same page, repeated. False for a large folio.
+
+    A path of its own, since most lists of small folios have nothing to group: it costs what one page at a time costs.
+    """
+    cdef uint64_t pfn = pfns[0], i = 1
+    if a64_load_relaxed(&map[pfn].compound_info) & 1 or page_is_head(&map[pfn]):
+        return False
+    while mm_unlikely(i < n and pfns[i] == pfn):
+        i += 1
+    g.head = pfn
+    g.nr_pages = 1
+    g.count = i
+    return True
 
 cdef inline void next_head(const page_t *map, const uint64_t *pfns, uint64_t n, group_t *g) noexcept nogil:
     cdef uint64_t i = 1

@@ -79,10 +79,34 @@ cdef inline int release_group(batch_t *b, uint64_t pfn, bint large, uint64_t cou
     return 0
 
 # ---- walks ------------------------------------------------------------------------------------------------------------------
+# Prefetching, by measurement (4 Mi pages, nothing warm): a small folio's line 128 entries ahead, one an entry; short groups
+# of large folios all entries' lines up to 128 ahead, in steps of 8; long groups head and tail 1 two groups ahead.
 cdef enum:
-    SHORT_GROUP = 32            # below: prefetch page by page; from here on: folio by folio
-    AHEAD = 32                  # entries
-    STEP = 4
+    FAR = 128
+    STEP = 8
+    SHORT_GROUP = 8             # entries
+    FEW_PAGES = 16              # a folio of at most this many is compared entry by entry
+
+cdef inline uint64_t look_far(const page_t *map, const uint64_t *pfns, uint64_t i, uint64_t n, uint64_t next) noexcept nogil:
+    """Prefetch the pages of the entries from `next` up to FAR behind i; returns the first that is not prefetched."""
+    cdef int k
+    if i + FAR < next or i + FAR + 2 * STEP > n:
+        return next
+    if next < i:
+        next = i
+    while next <= i + FAR:
+        for k in range(STEP):
+            prefetch_write(&map[pfns[next + k]])
+        next += STEP
+    return next
+
+cdef inline void look_two_groups_on(const page_t *map, const uint64_t *pfns, uint64_t i, uint64_t n, const group_t *g) noexcept nogil:
+    """Prefetch head and tail 1 of the folio two groups on, if the list goes on as it did; entry i starts a group."""
+    cdef uint64_t at
+    if i + 2 * g.count < n:
+        at = pfns[i + 2 * g.count] & ~(g.nr_pages - 1)
+        prefetch_write(&map[at])
+        prefetch_write(&map[at + 1])
 
 cdef uint64_t walk_page(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
     cdef page_t *map = b.m.map
@@ -113,28 +137,23 @@ cdef uint64_t walk_head(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept n
 
 cdef uint64_t walk_run(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
     cdef page_t *map = b.m.map
-    cdef uint64_t i = 0, ahead = 0, at, groups = 0
+    cdef uint64_t i = 0, next = 0, groups = 0
     cdef group_t g
-    g.count = 0
-    g.nr_pages = 1
+    g.count = 1
     while i < n:
-        if g.count < SHORT_GROUP:
-            if ahead < i:
-                ahead = i
-            while ahead < i + AHEAD and ahead < n:
-                prefetch_write(&map[pfns[ahead]])
-                ahead += 1
-        elif i + g.count < n:
-            # The next group is likely as long as the last; its entry gives the head by alignment.
-            at = pfns[i + g.count] & ~(g.nr_pages - 1)
-            prefetch_write(&map[at])
-            prefetch_write(&map[at + 1])
-        if mm_unlikely(pfns[i] == 0):
-            i += 1
-            continue
-        next_run(map, pfns + i, n - i, &g)
-        if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
-            break
+        if next_small(map, pfns + i, n - i, &g):
+            if i + FAR < n:
+                prefetch_write(&map[pfns[i + FAR]])
+            if mm_likely(g.head != 0) and mm_unlikely(release_group(b, g.head, False, g.count) != 0):
+                break
+        else:
+            if g.count < SHORT_GROUP:
+                next = look_far(map, pfns, i, n, next)
+            next_run(map, pfns + i, n - i, &g)
+            if g.count >= SHORT_GROUP:
+                look_two_groups_on(map, pfns, i + g.count, n, &g)
+            if mm_unlikely(release_group(b, g.head, True, g.count) != 0):
+                break
         groups += 1
         i += g.count
     b.head_lookups += groups
@@ -151,17 +170,15 @@ cdef uint64_t release_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil
     cdef page_t *map = b.m.map
     cdef uint64_t i = 0, groups = 0, k
     cdef group_t g
-    g.count = 1
     while i < n:
+        next_in_range(map, pfn + i, n - i, &g)
         if g.count < SHORT_GROUP:
             # Lines follow each other, but locked operations hide that from the processor's own prefetcher.
-            if i + AHEAD < n:
-                for k in range(g.count):
-                    prefetch_write(&map[pfn + i + AHEAD + k])
-        elif i + g.count + 1 < n:
-            prefetch_write(&map[pfn + i + g.count])
-            prefetch_write(&map[pfn + i + g.count + 1])
-        next_in_range(map, pfn + i, n - i, &g)
+            for k in range(i + FAR, min(i + FAR + g.count, n)):
+                prefetch_write(&map[pfn + k])
+        elif i + 2 * g.count + 1 < n:
+            prefetch_write(&map[pfn + i + 2 * g.count])
+            prefetch_write(&map[pfn + i + 2 * g.count + 1])
         if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
             break
         groups += 1
@@ -635,29 +652,26 @@ cdef int grab_list(mem_t *m, const uint64_t *pfns, uint64_t n, unsigned flags, u
     """
     cdef page_t *map = m.map
     cdef page_t *head
-    cdef uint64_t i = 0, taken = 0, refs = 0, pins = 0, groups = 0, ahead = 0, amount, at
+    cdef uint64_t i = 0, taken = 0, refs = 0, pins = 0, next = 0, amount
     cdef group_t g, again
     cdef uint32_t old
     cdef int error = 0
     cdef device_t *d
     cdef bint pin = (flags & FOLL_PIN) != 0
-    g.count = 0
-    g.nr_pages = 1
+    g.count = 1
     while i < n:
-        if g.count < SHORT_GROUP:
-            if ahead < i:
-                ahead = i
-            while ahead < i + AHEAD and ahead < n:
-                prefetch_write(&map[pfns[ahead]])
-                ahead += 1
-        elif i + g.count < n:
-            at = pfns[i + g.count] & ~(g.nr_pages - 1)
-            prefetch_write(&map[at])
-            prefetch_write(&map[at + 1])
         if pfns[i] == 0:
             i += 1
             continue
-        next_run(map, pfns + i, n - i, &g)
+        if next_small(map, pfns + i, n - i, &g):
+            if i + FAR < n:
+                prefetch_write(&map[pfns[i + FAR]])
+        else:
+            if g.count < SHORT_GROUP:
+                next = look_far(map, pfns, i, n, next)
+            next_run(map, pfns + i, n - i, &g)
+            if g.count >= SHORT_GROUP:
+                look_two_groups_on(map, pfns, i + g.count, n, &g)
         if mm_unlikely(pin and g.head == m.zero_pfn):
             i += g.count
             continue
@@ -672,15 +686,13 @@ cdef int grab_list(mem_t *m, const uint64_t *pfns, uint64_t n, unsigned flags, u
         if mm_unlikely(amount >> 31) or not ref_add_positive(head, amount):
             error = -ENOMEM
             break
-        next_run(map, pfns + i, n - i, &again)
+        again.nr_pages = folio_at(map, pfns[i], &again.head)
         if mm_unlikely(again.head != g.head or again.nr_pages != g.nr_pages):
             # Split meanwhile: what was taken belongs to what is there now.
             if put_plain(m, g.head, <uint32_t>amount) == FREED:
                 free_folio(m, g.head, folio_order_of(head))
-            g.count = 0
             continue
         refs += 1
-        groups += 1
         if pin:
             taken += g.count
             if g.nr_pages > 1:
@@ -692,7 +704,7 @@ cdef int grab_list(mem_t *m, const uint64_t *pfns, uint64_t n, unsigned flags, u
     stat_add(m, NR_FOLL_PIN_ACQUIRED, <int64_t>taken)
     stat_add(m, OP_REF_ATOMICS, <int64_t>refs)
     stat_add(m, OP_PINCOUNT_ATOMICS, <int64_t>pins)
-    stat_add(m, OP_HEAD_LOOKUPS, <int64_t>groups)
+    stat_add(m, OP_HEAD_LOOKUPS, <int64_t>refs)
     done[0] = i
     return error
 
