@@ -15,6 +15,7 @@ Generations of the walk over a list
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from mmcore.core.memory cimport *
 from mmcore.core.folio cimport *
+from mmcore.core.lock cimport *
 from mmcore.core.buddy cimport freed_word, free_folios
 from mmcore.core.pagelist cimport PageList, PageRanges
 
