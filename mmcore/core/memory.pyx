@@ -157,7 +157,7 @@ cdef void teardown(mem_t *m) noexcept nogil:
     if m.stats != NULL:
         mm_unreserve(m.stats, NR_STAT_SLOTS * sizeof(stat_slot_t))
     if m.map != NULL:
-        mm_unreserve(m.map, m.nr_pages * sizeof(page_t))
+        mm_unreserve(m.map, (m.nr_pages + 4) * sizeof(page_t))
     memset(m, 0, sizeof(mem_t))
 
 

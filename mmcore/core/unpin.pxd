@@ -33,6 +33,8 @@ cdef struct batch_t:            # one release, from its first page to the freein
     mem_t *m
     bint pins                   # drop pins; else plain references
     bint make_dirty
+    uint64_t skip               # head that is passed over: the zero page for pins, which never counted on it; the huge zero
+                                # folio for release_pages; 0 for none
     uint64_t *freed             # freed_word()s of the folios this batch brought to 0
     uint64_t nr_freed
     uint64_t freed_size         # bytes of the array
@@ -123,5 +125,7 @@ cdef void undo_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil
 cdef void batch_finish(batch_t *b) noexcept nogil           # counts, frees
 cdef void batch_drop(batch_t *b) noexcept nogil             # after undoing: cleans what it dirtied, frees the arrays
 
+# ---- acquiring: 0, or negative errno with the first `done` pages taken -------------------------------------------------
 cdef int grab_list(mem_t *m, const uint64_t *pfns, uint64_t n, unsigned flags, uint64_t *done) noexcept nogil
+cdef int grab_range(mem_t *m, uint64_t pfn, uint64_t n, unsigned flags, uint64_t *done) noexcept nogil
 cdef int generation_arg(object release) except -1
