@@ -473,6 +473,8 @@ def folios_alloc_at(Memory mem not None, pfns, orders, *, hugetlb=False):
     if pfns.ndim != 1:
         raise InvalidArgument("PFNs are a one-dimensional array")
     for name, array in (("PFNs", pfns), ("orders", orders)):
+        if array.dtype == object and all([isinstance(number, int) for number in array.flat]):
+            raise InvalidArgument(f"a number in the {name} is negative or beyond 64 bits")
         if array.size and array.dtype.kind not in "iu":
             raise TypeError(f"{name} are integers of at most 64 bits, not {array.dtype}")
     if pfns.dtype.kind == "i" and len(pfns) and pfns.min() < 0:

@@ -288,9 +288,9 @@ cdef class Memory:
     def pfn_valid(self, pfn):
         """Tell whether a PFN can be a page's: 0 < pfn < nr_pages, and in no hole between devices."""
         cdef mem_t *m = self.ptr()
-        if not isinstance(pfn, int) and not hasattr(pfn, "__index__"):
+        if isinstance(pfn, bool) or not hasattr(pfn, "__index__"):
             return False
-        pfn = int(pfn)
+        pfn = pfn.__index__()
         if not 0 < pfn < m.nr_pages:
             return False
         return pfn < m.nr_ram or device_of(m, pfn) != NULL
@@ -298,7 +298,7 @@ cdef class Memory:
     cdef uint64_t check_pfn(self, object pfn) except 0:
         cdef mem_t *m = self.ptr()
         if not self.pfn_valid(pfn):
-            if not hasattr(pfn, "__index__"):
+            if isinstance(pfn, bool) or not hasattr(pfn, "__index__"):
                 raise TypeError(f"a PFN is an integer, not {pfn!r}")
             if pfn == 0:
                 raise InvalidArgument("PFN 0 is no page: it stands for NULL", pfn=0)
