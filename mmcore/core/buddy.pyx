@@ -222,10 +222,13 @@ cdef int alloc_folio_at(mem_t *m, uint64_t pfn, unsigned order, bint hugetlb) no
 
 # ---- freeing --------------------------------------------------------------------------------------------------------
 cdef void wipe(mem_t *m, uint64_t pfn, unsigned order) noexcept nogil:
-    """Write struct pages back to what a free frame looks like; a broken page keeps its mark."""
+    """Write struct pages back to what a free frame looks like; a broken page keeps its mark, and is retired."""
     cdef uint64_t i, zone = m.map[pfn].flags & ~((ONE << ZONE_SHIFT) - 1)
     for i in range(pfn, pfn + (ONE << order)):
-        page_init(&m.map[i], zone | (a64_load_relaxed(&m.map[i].flags) & (ONE << PG_hwpoison)), 0)
+        if mm_unlikely(test_flag(&m.map[i], PG_hwpoison)):
+            page_init(&m.map[i], zone | (ONE << PG_hwpoison) | (ONE << PG_mm_retired), 0)
+        else:
+            page_init(&m.map[i], zone, 0)
 
 cdef void free_device_folio(mem_t *m, uint64_t pfn) noexcept nogil:
     """Device memory is never free: generic memory is ready for use again, the others are idle until their driver asks."""
@@ -291,8 +294,8 @@ cdef void dissolve_pooled(mem_t *m, uint64_t pfn, uint64_t broken) noexcept nogi
     pthread_mutex_unlock(&h.lock)
     if not found:
         return
-    wipe(m, pfn, order)
     set_flag(&m.map[broken], PG_hwpoison)
+    wipe(m, pfn, order)
     for i in range(pfn, pfn + (ONE << order)):
         if i != broken:
             word = freed_word(i, 0, True)

@@ -370,7 +370,7 @@ def folio_ref_unfreeze(folio, count):
     cdef page_t *head = &mem.m.map[pfn]
     cdef region_t *r = region_of(&mem.m, pfn)
     cdef uint32_t zero = 0
-    cdef bint free = test_flag(head, PG_mm_pool) or test_flag(head, PG_hwpoison)
+    cdef bint free = test_flag(head, PG_mm_pool) or test_flag(head, PG_mm_retired)
     if r != NULL and not free:
         pthread_mutex_lock(&r.lock)
         free = region_is_free(&mem.m, r, pfn)
