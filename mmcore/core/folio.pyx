@@ -176,6 +176,10 @@ cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil:
     expected = <uint32_t>expected_refs(m, pfn) + 1
     if pincount_load(head) != 0 or not a32_cas_acq_rel(&head._refcount, &expected, 0):
         return -EAGAIN
+    if folio_order_of(head) != order or folio_is_hugetlb(head) or test_flag(head, PG_writeback):
+        # Somebody else split it, or it was freed and used again, before the freeze made it ours.
+        a32_store_release(&head._refcount, expected)
+        return -EAGAIN
     keep = (ONE << PG_mm_written) | (ONE << PG_hwpoison) | (ONE << PG_owner_2)
     zone = head.flags & ~((ONE << ZONE_SHIFT) - 1)
     inherited = head.flags & ((ONE << PG_dirty) | (ONE << PG_referenced) | (ONE << PG_uptodate) | (ONE << PG_active)
@@ -317,10 +321,9 @@ def folio_try_get(folio):
 
 cdef object drop(Memory mem, uint64_t pfn, uint64_t refs, str call):
     cdef page_t *head = &mem.m.map[pfn]
-    cdef unsigned order = folio_order_of(head)
-    cdef int result = put_refs(&mem.m, head, order != 0, <uint32_t>refs)
+    cdef int result = put_refs(&mem.m, head, page_is_head(head), <uint32_t>refs)
     if result == FREED:
-        free_folio(&mem.m, pfn, order)
+        free_folio(&mem.m, pfn, folio_order_of(head))
     elif result < 0:
         raise bad_page(mem, result, pfn, refs, call)
 

@@ -364,7 +364,6 @@ cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, 
     cdef mem_t *m = &mem.m
     cdef page_t *head = &m.map[pfn]
     cdef bint large = page_is_head(head), newly = False
-    cdef unsigned order = folio_order_of(head)
     cdef int result
     if nr == 0 or pfn == m.zero_pfn:
         return
@@ -389,7 +388,7 @@ cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, 
     stat_add(m, OP_REF_ATOMICS, 1)
     stat_add(m, OP_PINCOUNT_ATOMICS, large)
     if result == FREED:
-        free_folio(m, pfn, order)
+        free_folio(m, pfn, folio_order_of(head))
 
 
 # ---- iterators ----------------------------------------------------------------------------------------------------------------------
