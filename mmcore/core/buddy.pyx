@@ -237,7 +237,7 @@ cdef void free_device_folio(mem_t *m, uint64_t pfn) noexcept nogil:
     cdef uint64_t keep = ~((ONE << ZONE_SHIFT) - 1) | (ONE << PG_head) | (ONE << PG_hwpoison)
     a64_fetch_and_release(&head.flags, keep)
     if d.type != DEVICE_GENERIC and d.type != DEVICE_FSDAX:
-        head.mapping = 0
+        a64_store_relaxed(&head.mapping, 0)
     if d.type == DEVICE_GENERIC:
         a32_store_release(&head._refcount, 1)
 
@@ -262,9 +262,9 @@ cdef bint free_hugetlb_folio(mem_t *m, uint64_t pfn, unsigned order) noexcept no
         if (as_folio(head)._flags_1 >> PG_has_hwpoisoned) & 1:
             h.nr -= 1
         else:
-            head.mapping = 0
-            head.index = 0
-            head.private = 0
+            a64_store_relaxed(&head.mapping, 0)
+            a64_store_relaxed(&head.index, 0)
+            a64_store_relaxed(&head.private, 0)
             for i in range(1, ONE << order):
                 # The next owner must not see the bytes of this one.
                 if test_flag(&m.map[pfn + i], PG_mm_written):

@@ -158,7 +158,7 @@ cdef int64_t expected_refs(mem_t *m, uint64_t pfn) noexcept nogil:
         if test_flag(head, PG_swapbacked) and test_flag(head, PG_owner_priv_1):
             refs += nr
     else:
-        refs += nr if head.mapping else 0
+        refs += nr if a64_load_relaxed(&head.mapping) else 0
         refs += test_flag(head, PG_private)
     return refs + folio_mapcount_of(head)
 
@@ -170,7 +170,7 @@ cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil:
     cdef page_t *head = &m.map[pfn]
     cdef unsigned order = folio_order_of(head)
     cdef uint32_t expected, share
-    cdef uint64_t i, keep, zone, inherited, mapping, index, at, step = ONE << new_order
+    cdef uint64_t i, own, keep, zone, inherited, mapping, index, at, step = ONE << new_order
     if order == 0 or new_order >= order:
         return -EINVAL
     if folio_is_hugetlb(head) or pfn == m.huge_zero_pfn or page_zone(head) == ZONE_DEVICE \
@@ -186,12 +186,13 @@ cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil:
         a32_store_release(&head._refcount, expected)
         return -EAGAIN
     keep = (ONE << PG_mm_written) | (ONE << PG_hwpoison) | (ONE << PG_owner_2)
-    zone = head.flags & ~((ONE << ZONE_SHIFT) - 1)
-    inherited = head.flags & ((ONE << PG_dirty) | (ONE << PG_referenced) | (ONE << PG_uptodate) | (ONE << PG_active)
+    own = a64_load_relaxed(&head.flags)
+    zone = own & ~((ONE << ZONE_SHIFT) - 1)
+    inherited = own & ((ONE << PG_dirty) | (ONE << PG_referenced) | (ONE << PG_uptodate) | (ONE << PG_active)
                               | (ONE << PG_workingset) | (ONE << PG_swapbacked) | (ONE << PG_unevictable)
                               | (ONE << PG_dropbehind) | (ONE << PG_mlocked))
-    mapping = head.mapping
-    index = head.index
+    mapping = a64_load_relaxed(&head.mapping)
+    index = a64_load_relaxed(&head.index)
     i = pfn + (ONE << order)
     while i > pfn:
         # From the end: the head, where the lock and the frozen count are, comes last. A waiter's mark that is lost in
@@ -218,12 +219,12 @@ cdef void split_piece(mem_t *m, uint64_t pfn, unsigned order, uint64_t zone, uin
     own = a64_load_relaxed(&head.flags) & (keep | lock_bits)
     poisoned = poisoned or (own >> PG_hwpoison) & 1
     page_init(head, zone | own | inherited | ((ONE << PG_head) if order else 0), 0)
-    head.mapping = mapping
-    head.index = index
+    a64_store_relaxed(&head.mapping, mapping)
+    a64_store_relaxed(&head.index, index)
     if order:
         prep_folio_words(head, order)
         if poisoned:
-            as_folio(head)._flags_1 |= ONE << PG_has_hwpoisoned
+            a64_fetch_or_relaxed(&as_folio(head)._flags_1, ONE << PG_has_hwpoisoned)
 
 # ---- arguments and errors -------------------------------------------------------------------------------------------------------
 cdef Memory folio_arg(object folio, uint64_t *pfn, bint live):
