@@ -32,9 +32,9 @@ class Case:
 
 
 CASES = (
-    Case("2 threads, 64 MiB, order 0", partial(layouts.uniform, order=0), True, at_least=1.8),
-    Case("2 threads, 16 GiB, order 0 shuffled", partial(layouts.uniform, order=0, arrange=layouts.shuffled), False, 8),
-    Case("2 threads, 16 GiB, order 9", partial(layouts.uniform, order=9), False, 32),
+    Case("2 threads, in the caches, order 0", partial(layouts.uniform, order=0), True, at_least=1.8),
+    Case("2 threads, memory-bound, order 0 shuffled", partial(layouts.uniform, order=0, arrange=layouts.shuffled), False, 8),
+    Case("2 threads, memory-bound, order 9", partial(layouts.uniform, order=9), False, 32),
 )
 
 
