@@ -1,5 +1,6 @@
 """References, pins and splitting, under the kernel's names; and what the modules above share: arguments, errors."""
 from libc.errno cimport EAGAIN, EBUSY, EINVAL, ENOMEM, EREMOTEIO
+from mmcore.core.hook cimport pin_watchers, pins_changed
 from mmcore.core.buddy cimport region_is_free
 
 import enum
@@ -416,6 +417,8 @@ def try_grab_folio(folio, refs, flags=FOLL.PIN):
     error = grab_folio(&mem.m, pfn, nr, bits)
     if error:
         raise grab_error(mem, error, pfn)
+    if mm_unlikely(pin_watchers) and bits & FOLL_PIN and pfn != mem.m.zero_pfn:
+        pins_changed(mem, (pfn,), (nr,), 1)
 
 
 def folio_add_pins(folio, n):
@@ -433,6 +436,8 @@ def folio_add_pins(folio, n):
     error = grab_folio(&mem.m, pfn, nr, FOLL_PIN)
     if error:
         raise grab_error(mem, error, pfn)
+    if mm_unlikely(pin_watchers):
+        pins_changed(mem, (pfn,), (nr,), 1)
 
 
 def folio_add_pin(folio):
