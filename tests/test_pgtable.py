@@ -217,7 +217,9 @@ def test_walkers_never_see_a_freed_table():
         readers = [threading.Thread(target=look) for _ in range(2)]
         for reader in readers:
             reader.start()
-        for i in range(1000):
+        i = 0
+        while i < 1000 or (not seen and i < 100_000):
+            i += 1
             mm.touch(a, 8 * PAGE)
             if i % 3 == 0:
                 mm.madvise(a, HUGE, mmc.MADV_COLLAPSE)

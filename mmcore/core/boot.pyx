@@ -132,7 +132,9 @@ cdef object settle(Memory self):
         raise InvalidArgument(f"mthp={mthp}: orders of PTE-mapped large folios are 2..{m.pmd_order - 1}")
     self.config = {**config, "size": parse_size(config["size"]), "page_size": page_size,
                    "movable": parse_size(config["movable"], "movable"), "cma": parse_size(config["cma"], "cma"),
-                   "hugetlb": dict(config["hugetlb"] or {}), "devices": tuple(config["devices"]), "mthp": mthp,
+                   "hugetlb": {parse_size(kind, "hugetlb page size"): nr
+                               for kind, nr in (config["hugetlb"] or {}).items()},
+                   "devices": tuple(config["devices"]), "mthp": mthp,
                    "debug": bool(config["debug"])}
 
 
@@ -185,7 +187,8 @@ def boot(Memory self not None):
     self.devices = tuple(regions)
     m.nr_pages = at
 
-    m.map = <page_t *>reserve(m.nr_pages * sizeof(page_t), True)
+    # Four spare pages: a look at the overlay of the very last page stays inside.
+    m.map = <page_t *>reserve((m.nr_pages + 4) * sizeof(page_t), True)
     if m.map == NULL:
         raise no_address_space("mem_map", m.nr_pages * sizeof(page_t))
     m.bytes = <uint8_t *>reserve(m.nr_pages << m.page_shift, False)
@@ -228,7 +231,7 @@ cdef uint64_t boot_pools(Memory self, uint64_t end) except 0:
     cdef hstate_t *h
     cdef uint64_t page_size = ONE << m.page_shift, start = end, stop, i
     cdef unsigned order
-    hugetlb = {parse_size(size, "hugetlb page size"): nr for size, nr in self.config["hugetlb"].items()}
+    hugetlb = self.config["hugetlb"]
     if len(hugetlb) > MAX_POOLS:
         raise InvalidArgument(f"{len(hugetlb)} hugetlb pools; at most {MAX_POOLS}")
     # Largest first, so that the smaller ones start aligned.

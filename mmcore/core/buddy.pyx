@@ -266,10 +266,13 @@ cdef int alloc_folio_at(mem_t *m, uint64_t pfn, unsigned order, bint hugetlb) no
 
 # ---- freeing --------------------------------------------------------------------------------------------------------
 cdef void wipe(mem_t *m, uint64_t pfn, unsigned order) noexcept nogil:
-    """Write struct pages back to what a free frame looks like; a broken page keeps its mark."""
-    cdef uint64_t i, zone = m.map[pfn].flags & ~((ONE << ZONE_SHIFT) - 1)
+    """Write struct pages back to what a free frame looks like; a broken page keeps its mark, and is retired."""
+    cdef uint64_t i, zone = a64_load_relaxed(&m.map[pfn].flags) & ~((ONE << ZONE_SHIFT) - 1)
     for i in range(pfn, pfn + (ONE << order)):
-        page_init(&m.map[i], zone | (a64_load_relaxed(&m.map[i].flags) & (ONE << PG_hwpoison)), 0)
+        if mm_unlikely(test_flag(&m.map[i], PG_hwpoison)):
+            page_init(&m.map[i], zone | (ONE << PG_hwpoison) | (ONE << PG_mm_retired), 0)
+        else:
+            page_init(&m.map[i], zone, 0)
 
 cdef void free_device_folio(mem_t *m, uint64_t pfn) noexcept nogil:
     """Device memory is never free: generic memory is ready for use again, the others are idle until their driver asks."""
@@ -278,7 +281,7 @@ cdef void free_device_folio(mem_t *m, uint64_t pfn) noexcept nogil:
     cdef uint64_t keep = ~((ONE << ZONE_SHIFT) - 1) | (ONE << PG_head) | (ONE << PG_hwpoison)
     a64_fetch_and_release(&head.flags, keep)
     if d.type != DEVICE_GENERIC and d.type != DEVICE_FSDAX:
-        head.mapping = 0
+        a64_store_relaxed(&head.mapping, 0)
     if d.type == DEVICE_GENERIC:
         a32_store_release(&head._refcount, 1)
 
@@ -296,9 +299,9 @@ cdef bint free_hugetlb_folio(mem_t *m, uint64_t pfn, unsigned order) noexcept no
         if (as_folio(head)._flags_1 >> PG_has_hwpoisoned) & 1:
             h.nr -= 1
         else:
-            head.mapping = 0
-            head.index = 0
-            head.private = 0
+            a64_store_relaxed(&head.mapping, 0)
+            a64_store_relaxed(&head.index, 0)
+            a64_store_relaxed(&head.private, 0)
             for i in range(1, ONE << order):
                 # The next owner must not see the bytes of this one.
                 if test_flag(&m.map[pfn + i], PG_mm_written):
@@ -328,8 +331,8 @@ cdef void dissolve_pooled(mem_t *m, uint64_t pfn, uint64_t broken) noexcept nogi
     pthread_mutex_unlock(&h.lock)
     if not found:
         return
-    wipe(m, pfn, order)
     set_flag(&m.map[broken], PG_hwpoison)
+    wipe(m, pfn, order)
     for i in range(pfn, pfn + (ONE << order)):
         if i != broken:
             word = freed_word(i, 0, True)
@@ -354,6 +357,7 @@ cdef void free_folios(mem_t *m, const uint64_t *freed, uint64_t nr) noexcept nog
     cdef region_t *locked = NULL
     cdef page_t *head
     cdef bint broken
+    stat_add(m, NR_FREES, 1)
     while i < nr:
         word = freed[i]
         i += 1
@@ -404,6 +408,28 @@ cdef void free_folios(mem_t *m, const uint64_t *freed, uint64_t nr) noexcept nog
         pthread_mutex_unlock(&locked.lock)
     if pages:
         stat_add(m, PGFREE, <int64_t>pages)
+
+cdef bint frames_hold(mem_t *m, int64_t frees) noexcept nogil:
+    """Lock every list of free frames, if no frame was given back since `frees` was read; frames_go() ends that.
+
+    Meanwhile no frame can be used again. The one place where more than one region's lock is held, in order of address.
+    """
+    cdef int i
+    for i in range(m.nr_pools):
+        pthread_mutex_lock(&m.pool[i].lock)
+    for i in range(m.nr_regions):
+        pthread_mutex_lock(&m.region[i].lock)
+    if stat_sum(m, NR_FREES) == frees:
+        return True
+    frames_go(m)
+    return False
+
+cdef void frames_go(mem_t *m) noexcept nogil:
+    cdef int i
+    for i in range(m.nr_regions):
+        pthread_mutex_unlock(&m.region[i].lock)
+    for i in range(m.nr_pools):
+        pthread_mutex_unlock(&m.pool[i].lock)
 
 # ---- the Python face ------------------------------------------------------------------------------------------------
 cdef int regions_of_zone(Memory mem, object zone) except -1:
@@ -510,6 +536,8 @@ def folios_alloc_at(Memory mem not None, pfns, orders, *, hugetlb=False):
     if pfns.ndim != 1:
         raise InvalidArgument("PFNs are a one-dimensional array")
     for name, array in (("PFNs", pfns), ("orders", orders)):
+        if array.dtype == object and all([isinstance(number, int) for number in array.flat]):
+            raise InvalidArgument(f"a number in the {name} is negative or beyond 64 bits")
         if array.size and array.dtype.kind not in "iu":
             raise TypeError(f"{name} are integers of at most 64 bits, not {array.dtype}")
     if pfns.dtype.kind == "i" and len(pfns) and pfns.min() < 0:

@@ -162,7 +162,7 @@ cdef void teardown(mem_t *m) noexcept nogil:
     if m.stats != NULL:
         mm_unreserve(m.stats, NR_STAT_SLOTS * sizeof(stat_slot_t))
     if m.map != NULL:
-        mm_unreserve(m.map, m.nr_pages * sizeof(page_t))
+        mm_unreserve(m.map, (m.nr_pages + 4) * sizeof(page_t))
     memset(m, 0, sizeof(mem_t))
 
 
@@ -293,9 +293,9 @@ cdef class Memory:
     def pfn_valid(self, pfn):
         """Tell whether a PFN can be a page's: 0 < pfn < nr_pages, and in no hole between devices."""
         cdef mem_t *m = self.ptr()
-        if not isinstance(pfn, int) and not hasattr(pfn, "__index__"):
+        if isinstance(pfn, bool) or not hasattr(pfn, "__index__"):
             return False
-        pfn = int(pfn)
+        pfn = pfn.__index__()
         if not 0 < pfn < m.nr_pages:
             return False
         return pfn < m.nr_ram or device_of(m, pfn) != NULL
@@ -303,7 +303,7 @@ cdef class Memory:
     cdef uint64_t check_pfn(self, object pfn) except 0:
         cdef mem_t *m = self.ptr()
         if not self.pfn_valid(pfn):
-            if not hasattr(pfn, "__index__"):
+            if isinstance(pfn, bool) or not hasattr(pfn, "__index__"):
                 raise TypeError(f"a PFN is an integer, not {pfn!r}")
             if pfn == 0:
                 raise InvalidArgument("PFN 0 is no page: it stands for NULL", pfn=0)
@@ -501,7 +501,7 @@ cdef class Page:
             return f"<struct page pfn={self.pfn:#x} of a closed Memory>"
         cdef page_t *page = &self.mem.m.map[self.pfn]
         return (f"<struct page pfn={self.pfn:#x} refcount={self.refcount} mapcount={self.mapcount} "
-                f"flags={_flags_text(page.flags, page_zone(page))}>")
+                f"flags={_flags_text(a64_load_relaxed(&page.flags), page_zone(page))}>")
 
 
 cdef class Folio:
@@ -581,4 +581,4 @@ cdef class Folio:
             return f"<struct folio pfn={self.pfn:#x} of a closed Memory>"
         cdef page_t *head = &self.mem.m.map[self.pfn]
         return (f"<struct folio pfn={self.pfn:#x} order={self.order} refcount={self.refcount} "
-                f"pincount={self.pincount} mapcount={self.mapcount} flags={_flags_text(head.flags, page_zone(head))}>")
+                f"pincount={self.pincount} mapcount={self.mapcount} flags={_flags_text(a64_load_relaxed(&head.flags), page_zone(head))}>")

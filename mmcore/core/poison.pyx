@@ -32,7 +32,7 @@ def memory_failure(Memory mem not None, page):
         pthread_mutex_lock(&r.lock)
         if region_is_free(m, r, pfn):
             region_take_at(m, r, pfn, 0)
-            page_init(&m.map[pfn], r.zone_flags, 0)
+            page_init(&m.map[pfn], r.zone_flags | (ONE << PG_mm_retired), 0)
         pthread_mutex_unlock(&r.lock)
     set_flag(&m.map[pfn], PG_hwpoison)
     head = compound_head_pfn(m.map, pfn)
