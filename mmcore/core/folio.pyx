@@ -1,5 +1,6 @@
 """References, pins and splitting, under the kernel's names; and what the modules above share: arguments, errors."""
 from libc.errno cimport EAGAIN, EBUSY, EINVAL, ENOMEM, EREMOTEIO
+from mmcore.core.hook cimport pin_watchers, pins_changed
 from mmcore.core.buddy cimport region_is_free
 
 import enum
@@ -420,6 +421,8 @@ def try_grab_folio(folio, refs, flags=FOLL.PIN):
     error = grab_folio(&mem.m, pfn, nr, bits)
     if error:
         raise grab_error(mem, error, pfn)
+    if mm_unlikely(pin_watchers) and bits & FOLL_PIN and pfn != mem.m.zero_pfn:
+        pins_changed(mem, (pfn,), (nr,), 1)
 
 
 def folio_add_pins(folio, n):
@@ -437,6 +440,8 @@ def folio_add_pins(folio, n):
     error = grab_folio(&mem.m, pfn, nr, FOLL_PIN)
     if error:
         raise grab_error(mem, error, pfn)
+    if mm_unlikely(pin_watchers):
+        pins_changed(mem, (pfn,), (nr,), 1)
 
 
 def folio_add_pin(folio):
@@ -449,8 +454,9 @@ def folio_split(folio, new_order=0):
     """Split a folio into folios of new_order; returns them, one reference of the caller's on each.
 
     Dirty and the other flags are inherited. Raises MMError: EAGAIN when anybody else holds a reference or a pin, EBUSY
-    for hugetlb, the huge zero folio, device memory, mapped folios and folios under writeback, EINVAL when new_order is
-    not smaller. The lock, when it is held, stays on the first. Kernel counterpart: split_folio_to_order().
+    for hugetlb, the huge zero folio, device memory and folios under writeback, ENOMEM when a leaf that maps it must be
+    split and there is no frame for its table, EINVAL when new_order is not smaller. Page tables that map it map the pieces
+    after; what was exclusive stays so. The lock, when it is held, stays on the first. Kernel counterpart: split_folio_to_order().
     """
     cdef uint64_t pfn
     cdef Memory mem = folio_arg(folio, &pfn, True)
@@ -459,13 +465,18 @@ def folio_split(folio, new_order=0):
     cdef int error
     mem.enter()
     with nogil:
-        error = split(&mem.m, pfn, wanted)
+        if wanted < order and mem.m.split_mapped != NULL and folio_mapcount_of(&mem.m.map[pfn]) > 0:
+            error = mem.m.split_mapped(&mem.m, pfn, wanted)
+        else:
+            error = split(&mem.m, pfn, wanted)
     mem.leave()
     if error == -EINVAL:
         raise InvalidArgument(f"a folio of order {order} cannot be split to order {wanted}: it must get smaller", pfn=pfn)
     if error == -EBUSY:
         raise MMError(_errno.EBUSY, f"the folio at PFN {pfn:#x} cannot be split: it is hugetlb, the huge zero folio, device "
-                                    "memory, mapped, or under writeback", pfn=pfn)
+                                    "memory, truncated and still mapped, or under writeback", pfn=pfn)
+    if error == -ENOMEM:
+        raise MMError(_errno.ENOMEM, f"no frame for the page table that splitting a leaf on the folio at PFN {pfn:#x} takes", pfn=pfn)
     if error == -EAGAIN:
         raise MMError(_errno.EAGAIN, f"the folio at PFN {pfn:#x} has {<int32_t>refs_load(&mem.m.map[pfn])} references "
                                      f"(pincount {<int32_t>pincount_load(&mem.m.map[pfn])}) and {expected_refs(&mem.m, pfn) + 1} "

@@ -2,6 +2,7 @@
 from cpython.exc cimport PyErr_Occurred
 from libc.errno cimport EINTR, ENOMEM
 from mmcore.core.buddy cimport free_folio
+from mmcore.core.hook cimport pin_watchers, pins_changed
 from mmcore.core.pagelist cimport as_pages, new_pagelist, filling, pagelist_view
 
 import errno as _errno
@@ -59,6 +60,12 @@ cdef int sanity_check_pinned_pages(Memory mem, const uint64_t *pfns, uint64_t n)
                           "(debug=True). Nothing was changed", pfn=pfns[i])
     return 0
 
+cdef object watched_runs(object pages, uint64_t n):
+    """(heads, counts) of the first n pages for those who watch pins; the zero page is not among them."""
+    cdef PageList plist = pages.to_pagelist() if isinstance(pages, PageRanges) else pages
+    heads, counts = folio_runs(pagelist_view(plist, 0, n))
+    return heads[heads != plist.mem.m.zero_pfn], counts[heads != plist.mem.m.zero_pfn]
+
 cdef object release_pages_of(object pages, object npages, int gen, bint pins, bint make_dirty, bint sanity, str call):
     """Release the first npages of a PageList or PageRanges: the body of every def function on lists below."""
     cdef PageList plist
@@ -88,6 +95,7 @@ cdef object release_pages_of(object pages, object npages, int gen, bint pins, bi
             plist = ranges.to_pagelist()
             ranges = None
         sanity_check_pinned_pages(mem, plist.p, n)
+    watched = watched_runs(pages, n) if mm_unlikely(pin_watchers) and pins else None
     cdef mem_t *m = mem.enter()
     with nogil:
         done = 0
@@ -121,6 +129,8 @@ cdef object release_pages_of(object pages, object npages, int gen, bint pins, bi
         raise no_room(n)
     if b.error:
         raise failed(mem, &b, call)
+    if watched is not None:
+        pins_changed(mem, watched[0], watched[1], -1)
 
 cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, str call):
     """Drop pins of one folio: the body of the functions that take a page or a folio."""
@@ -152,6 +162,8 @@ cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, 
     stat_add(m, OP_PINCOUNT_ATOMICS, large)
     if result == FREED:
         free_folio(m, pfn, folio_order_of(head))
+    if mm_unlikely(pin_watchers):
+        pins_changed(mem, (pfn,), (nr,), -1)
 
 
 # ---- iterators ----------------------------------------------------------------------------------------------------------------------
@@ -322,6 +334,7 @@ def unpin_user_page_range_dirty_lock(page, npages, make_dirty):
     cdef batch_t b
     if n == 0:
         return
+    watched = watched_runs(PageList(mem, range(pfn, pfn + n)), n) if mm_unlikely(pin_watchers) else None
     cdef mem_t *m = mem.enter()
     with nogil:
         b.error = batch_begin(&b, m, n, True, dirty)
@@ -336,6 +349,8 @@ def unpin_user_page_range_dirty_lock(page, npages, make_dirty):
         raise no_room(n)
     if b.error:
         raise failed(mem, &b, "unpin_user_page_range_dirty_lock()")
+    if watched is not None:
+        pins_changed(mem, watched[0], watched[1], -1)
 
 
 def unpin_user_folio(folio, npages):
@@ -455,3 +470,6 @@ def grab_pages(pages, flags=FOLL_PIN):
         raise no_room(n)
     if error:
         raise grab_error(mem, error, failed_at)
+    if mm_unlikely(pin_watchers) and bits & FOLL_PIN:
+        watched = watched_runs(pages, n)
+        pins_changed(mem, watched[0], watched[1], 1)
