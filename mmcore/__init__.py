@@ -8,9 +8,20 @@ from .core.memory import DevicePages, Folio, Memory, Page, Zone
 from .core.page import FOLIO_DTYPE, PAGE_DTYPE, PageFlags, PageType
 from .core.pagelist import *
 from .core.pagelist import __all__ as _pagelist
+from .core.scatterlist import *
+from .core.scatterlist import __all__ as _scatterlist
+from .core.sgalloc import *
+from .core.sgalloc import __all__ as _sgalloc
+from .core.sgcopy import *
+from .core.sgcopy import __all__ as _sgcopy
+from .core.sgiter import *
+from .core.sgiter import __all__ as _sgiter
+from .core.sgsplit import *
+from .core.sgsplit import __all__ as _sgsplit
 from .core.unpin import *
 from .core.unpin import __all__ as _unpin
 
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory", "PAGE_DTYPE", "Page",
-           "PageFlags", "PageType", "Zone", *_buddy, *_folio, *_pagelist, *_unpin]
+           "PageFlags", "PageType", "Zone", *_buddy, *_folio, *_pagelist, *_scatterlist, *_sgalloc,
+           *_sgcopy, *_sgiter, *_sgsplit, *_unpin]
