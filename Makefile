@@ -28,7 +28,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml | check-tools
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade pip 'setuptools>=77' 'Cython>=3.1'
-	$(PY) -m pip install -q --no-build-isolation --editable '.[cli,test]'
+	MMCORE_METADATA_ONLY=1 $(PY) -m pip install -q --no-build-isolation --editable '.[cli,test]'
 	@touch $@
 
 check-tools:

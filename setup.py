@@ -46,8 +46,11 @@ extensions = [
     for path in sorted(CORE.glob("*.pyx"))
 ]
 
+# The Makefile installs the metadata alone (in place) and lets `build_ext --inplace` do the compiling, once.
+METADATA_ONLY = bool(os.environ.get("MMCORE_METADATA_ONLY"))
+
 if __name__ == "__main__":
     setup(
-        ext_modules=cythonize(extensions, nthreads=JOBS, compiler_directives=DIRECTIVES),
+        ext_modules=[] if METADATA_ONLY else cythonize(extensions, nthreads=JOBS, compiler_directives=DIRECTIVES),
         cmdclass={"build_ext": parallel_build_ext},
     )

@@ -1,10 +1,20 @@
 """mmcore: a user-space engine for Linux page pinning."""
+from .core.boot import DevicePages, DeviceRegion
 from .core.buddy import *
 from .core.buddy import __all__ as _buddy
+from .core.content import folio_address, page_address
+from .core.dma import *
+from .core.dma import __all__ as _dma
 from .core.errors import BadPage, InvalidArgument, MMError
 from .core.folio import *
 from .core.folio import __all__ as _folio
-from .core.memory import DevicePages, Folio, Memory, Page, Zone
+from .core.iommu import *
+from .core.iommu import __all__ as _iommu
+from .core.lock import *
+from .core.lock import __all__ as _lock
+from .core.look import *
+from .core.look import __all__ as _look
+from .core.memory import Folio, Memory, Page, Zone
 from .core.page import FOLIO_DTYPE, PAGE_DTYPE, PageFlags, PageType
 from .core.pagelist import *
 from .core.pagelist import __all__ as _pagelist
@@ -14,6 +24,8 @@ from .core.sgalloc import *
 from .core.sgalloc import __all__ as _sgalloc
 from .core.sgcopy import *
 from .core.sgcopy import __all__ as _sgcopy
+from .core.sgdraw import *
+from .core.sgdraw import __all__ as _sgdraw
 from .core.sgiter import *
 from .core.sgiter import __all__ as _sgiter
 from .core.sgsplit import *
@@ -22,6 +34,6 @@ from .core.unpin import *
 from .core.unpin import __all__ as _unpin
 
 __version__ = "0.1.0"
-__all__ = ["BadPage", "DevicePages", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory", "PAGE_DTYPE", "Page",
-           "PageFlags", "PageType", "Zone", *_buddy, *_folio, *_pagelist, *_scatterlist, *_sgalloc,
-           *_sgcopy, *_sgiter, *_sgsplit, *_unpin]
+__all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory",
+           "PAGE_DTYPE", "Page", "PageFlags", "PageType", "Zone", "folio_address", "page_address", *_buddy, *_dma, *_folio,
+           *_iommu, *_lock, *_look, *_pagelist, *_scatterlist, *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit, *_unpin]

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import mmcore as package
 from mmcore.live.errors import NotPossible
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(package.__file__).resolve().parent.parent      # children import the same mmcore as the tests
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CAP_IPC_LOCK = 14
 CAP_SYS_ADMIN = 21
@@ -31,11 +32,9 @@ def or_skip(function, *args, **kwargs):
 
 def engine_or_skip():
     """Skip unless the engine can claim folios at given PFNs."""
-    import mmcore
-
-    if not hasattr(mmcore, "folios_alloc_at"):
+    if not hasattr(package, "folios_alloc_at"):
         pytest.skip("this build of the engine has no folios_alloc_at")
-    return mmcore
+    return package
 
 
 def part_of(buf, first_page, npages):
@@ -56,7 +55,7 @@ def without_capabilities(*numbers):
 
 
 def run(*words, preexec_fn=None, env=None):
-    """Run Python with words in the project's root; returns the finished process with its text."""
+    """Run Python with words, importing the mmcore under test; returns the finished process with its text."""
     return subprocess.run(
         [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120,
         preexec_fn=preexec_fn, env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},

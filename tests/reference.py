@@ -145,7 +145,7 @@ class Engine:
         folio.refcount += 1
 
     def _put_one(self, folio):
-        if not folio.large and folio.kind != "zero" and not folio.many and folio.refcount % BIAS < 1:
+        if not folio.large and not folio.many and folio.refcount % BIAS < 1:
             raise BadPage(f"{folio}: the put would eat a pin")
         if folio.large and folio.refcount - 1 < folio.pincount:
             raise BadPage(f"{folio}: more pins than references")
@@ -172,7 +172,7 @@ class Engine:
         self._drop(folio, 1 if folio.large else BIAS)
 
     def _dirty_one(self, folio):
-        if folio.dirty or folio.kind in ("zero", "huge_zero"):
+        if folio.dirty or folio.kind == "zero":
             return
         folio.dirty = True
         if not folio.anon:
@@ -188,12 +188,20 @@ class Engine:
                     self._get_one(self.folio_of(pfn))
 
     def pin(self, pfns):
-        with self._call():
-            for pfn in pfns:
-                if pfn:
-                    if pfn not in self.head_of:
-                        raise Refused(errno.ENOMEM)
-                    self._pin_one(self.folio_of(pfn))
+        before, tried = self.acquired, 0
+        try:
+            with self._call():
+                for pfn in pfns:
+                    if pfn:
+                        if pfn not in self.head_of:
+                            raise Refused(errno.ENOMEM)
+                        self._pin_one(self.folio_of(pfn))
+                        tried = self.acquired - before
+        except Refused:
+            # What was taken and given back again was taken and given back: both counters show it.
+            self.acquired += tried
+            self.released += tried
+            raise
 
     def unpin(self, pfns, make_dirty=False):
         """unpin_user_page, unpin_user_pages, unpin_user_pages_dirty_lock, the range variant; also unpin_folios."""
@@ -313,9 +321,9 @@ def next_group(pfns, i, head_of):
 
 
 def contiguous_prefix(pfns):
-    """num_pages_contiguous: how many entries from the first on are consecutive frames."""
+    """num_pages_contiguous: how many entries from the first on are consecutive frames; NULL is followed by none."""
     n = 1
-    while n < len(pfns) and pfns[n] == pfns[0] + n:
+    while pfns[0] and n < len(pfns) and pfns[n] == pfns[0] + n:
         n += 1
     return n
 

@@ -7,14 +7,12 @@ from mmcore import BadPage, InvalidArgument, MMError
 
 ANY_REFUSAL = (MMError, BadPage, TypeError, ValueError, OverflowError)
 
-# Statistics that count attempts may move although a call failed; everything else may not.
-STATES = ("nr_free_pages", "nr_foll_pin_acquired", "nr_foll_pin_released", "nr_dirty", "nr_writeback")
-
-
 def state(mem):
-    """Everything that a failed call must leave as it was."""
+    """Everything that a failed call must leave as it was: of the counters of events only what they add up to."""
     stat = mem.vmstat()
-    return (mem.pages.tobytes(), {name: stat[name] for name in STATES}, mem.buddyinfo(), mem.hugetlb_pools())
+    states = {name: stat[name] for name in ("nr_free_pages", "nr_dirty", "nr_writeback")}
+    states["pins"] = stat["nr_foll_pin_acquired"] - stat["nr_foll_pin_released"]
+    return mem.pages.tobytes(), states, mem.buddyinfo(), mem.hugetlb_pools()
 
 
 @contextlib.contextmanager

@@ -346,7 +346,7 @@ def test_alloc_at(pfn, order):
 
 @pytest.mark.parametrize("pfn, order, error", [
     (3, 1, InvalidArgument), (513, 9, InvalidArgument), (0, 0, InvalidArgument), (0, 10, InvalidArgument),
-    (-1, 0, InvalidArgument), (4096, 0, InvalidArgument), (1 << 64, 0, (InvalidArgument, TypeError)), (2, -1, InvalidArgument),
+    (-1, 0, InvalidArgument), (4096, 0, InvalidArgument), (1 << 64, 0, InvalidArgument), (2, -1, InvalidArgument),
     (2048, 11, InvalidArgument), (512, 64, InvalidArgument), (1, 0, MMError), ("2", 0, (InvalidArgument, TypeError)),
     (2.5, 0, (InvalidArgument, TypeError)), (None, 0, (InvalidArgument, TypeError)),
     (2, "0", (InvalidArgument, TypeError)), (4096 + 512, 9, InvalidArgument),

@@ -1,4 +1,6 @@
 """Folios: looking, references, pins, freezing, what a put must not do, long-term pins."""
+import errno
+
 import pytest
 
 import mmcore as mmc
@@ -347,7 +349,39 @@ def test_p2pdma_needs_its_flag():
     assert generic.pincount == 2
     with refused(mem, MMError, errno=12):
         mmc.try_grab_folio(p2p, 1, FOLL_PIN | FOLL_PCI_P2PDMA)      # idle: its driver has not handed it out
+    mmc.zone_device_page_init(p2p.page)
+    for flags in FOLL_PIN, FOLL_GET, 0:
+        with refused(mem, MMError, errno=errno.EREMOTEIO, pfn=p2p.pfn):
+            mmc.try_grab_folio(p2p, 1, flags)
+    with refused(mem, MMError, errno=errno.EREMOTEIO, pfn=p2p.pfn):
+        mmc.grab_pages(mmc.PageList(mem, [generic.pfn, p2p.pfn]))
+    for flags in FOLL_PIN | FOLL_PCI_P2PDMA, FOLL_GET | FOLL_PCI_P2PDMA:
+        mmc.try_grab_folio(p2p, 1, flags)
+    assert (p2p.refcount, p2p.pincount) == (2 + BIAS, 1)
     mmc.unpin_user_folio(generic, 2)
+    mmc.unpin_user_folio(p2p, 1)
+    released(mem)
+
+
+@pytest.mark.parametrize("kind", ["fsdax", "coherent", "private", "pci_p2pdma"])
+def test_idle_device_pages_are_taken_by_their_driver(kind):
+    #   0 idle --init--> 1 --put--> 0 idle --init--> 1
+    mem = Memory("16M", devices=[DevicePages("64K", type=kind, align="32K")])
+    folio = mem.folio(mem.devices[0].start_pfn)
+    for _ in range(2):
+        mmc.zone_device_page_init(folio.page)
+        assert (folio.refcount, folio.order) == (1, 3)
+        with refused(mem, BadPage, pfn=folio.pfn):
+            mmc.zone_device_page_init(folio.page)
+        mmc.try_grab_folio(folio, 3, FOLL_PIN | FOLL_PCI_P2PDMA)
+        mmc.folio_put(folio)
+        mmc.unpin_user_folio(folio, 3)
+        assert folio.refcount == 0
+        with refused(mem, BadPage, pfn=folio.pfn):
+            mmc.folio_put(folio)
+    for wrong in mmc.alloc_page(mem), mem.page(folio.pfn + 1):
+        with refused(mem, InvalidArgument):
+            mmc.zone_device_page_init(wrong)
     released(mem)
 
 

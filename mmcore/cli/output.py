@@ -47,9 +47,9 @@ def _print_rich(headers, rows):
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, header in enumerate(headers):
-        table.add_column(header, justify="right" if number else "left")
+        table.add_column(header, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     # rich honours NO_COLOR by itself.

@@ -112,9 +112,12 @@ def _memlock_fields(memlock):
         limit = "unknown"
     else:
         limit = "unlimited" if memlock["limit"] is None else format_size(memlock["limit"])
-    text = f"{format_size(memlock['needed'])} needed, limit {limit}: {memlock['verdict']}"
-    if memlock["verdict"] in ("exempt", "refused", "unknown"):
-        text += f" ({memlock['reason']})"
+    if memlock["verdict"] == "refused":
+        text = f"refused: {memlock['reason']}"
+    else:
+        text = f"{format_size(memlock['needed'])} needed, limit {limit}: {memlock['verdict']}"
+        if memlock["verdict"] in ("exempt", "unknown"):
+            text += f" ({memlock['reason']})"
     fields = [("memlock", text)]
     if memlock["remedy"]:
         fields.append(("remedy", memlock["remedy"]))

@@ -1,6 +1,6 @@
 """Take and give back frames; folio_alloc, alloc_page, and folios at given frames."""
 from libc.errno cimport EBUSY, EINVAL
-from libc.stdlib cimport free
+from libc.string cimport memmove
 
 import errno as _errno
 
@@ -222,10 +222,13 @@ cdef int alloc_folio_at(mem_t *m, uint64_t pfn, unsigned order, bint hugetlb) no
 
 # ---- freeing --------------------------------------------------------------------------------------------------------
 cdef void wipe(mem_t *m, uint64_t pfn, unsigned order) noexcept nogil:
-    """Write struct pages back to what a free frame looks like; a broken page keeps its mark."""
+    """Write struct pages back to what a free frame looks like; a broken page keeps its mark, and is retired."""
     cdef uint64_t i, zone = m.map[pfn].flags & ~((ONE << ZONE_SHIFT) - 1)
     for i in range(pfn, pfn + (ONE << order)):
-        page_init(&m.map[i], zone | (a64_load_relaxed(&m.map[i].flags) & (ONE << PG_hwpoison)), 0)
+        if mm_unlikely(test_flag(&m.map[i], PG_hwpoison)):
+            page_init(&m.map[i], zone | (ONE << PG_hwpoison) | (ONE << PG_mm_retired), 0)
+        else:
+            page_init(&m.map[i], zone, 0)
 
 cdef void free_device_folio(mem_t *m, uint64_t pfn) noexcept nogil:
     """Device memory is never free: generic memory is ready for use again, the others are idle until their driver asks."""
@@ -273,31 +276,71 @@ cdef bint free_hugetlb_folio(mem_t *m, uint64_t pfn, unsigned order) noexcept no
     pthread_mutex_unlock(&h.lock)
     return pooled
 
-cdef inline bint test_dirty(uint64_t word, const page_t *head) noexcept nogil:
-    return not (word >> FREED_CLEAN_SHIFT) & 1 and test_flag(head, PG_dirty) and not folio_is_anon(head)
+cdef void dissolve_pooled(mem_t *m, uint64_t pfn, uint64_t broken) noexcept nogil:
+    """Take the folio with this head out of its pool and free its pages, except the broken one."""
+    cdef unsigned order = folio_order_of(&m.map[pfn])
+    cdef hstate_t *h = pool_of(m, order)
+    cdef uint64_t i, word
+    cdef bint found = False
+    pthread_mutex_lock(&h.lock)
+    for i in range(h.nr_free):
+        if h.free[i] == pfn:
+            # Keeps the order of the stack: lowest PFN first.
+            memmove(&h.free[i], &h.free[i + 1], (h.nr_free - i - 1) * sizeof(uint64_t))
+            a64_store_relaxed(&h.nr_free, h.nr_free - 1)
+            h.nr -= 1
+            found = True
+            break
+    pthread_mutex_unlock(&h.lock)
+    if not found:
+        return
+    set_flag(&m.map[broken], PG_hwpoison)
+    wipe(m, pfn, order)
+    for i in range(pfn, pfn + (ONE << order)):
+        if i != broken:
+            word = freed_word(i, 0, True)
+            free_folios(m, &word, 1)
+
+cdef inline void put_run(mem_t *m, region_t *r, uint64_t pfn, uint64_t nr) noexcept nogil:
+    """Free contiguous frames in the largest aligned blocks."""
+    cdef unsigned order
+    while nr:
+        order = <unsigned>min(<uint64_t>ctz64(pfn), <uint64_t>(63 - clz64(nr)))
+        if order > m.max_order:
+            order = m.max_order
+        region_put(m, r, pfn, order)
+        pfn += ONE << order
+        nr -= ONE << order
 
 cdef void free_folios(mem_t *m, const uint64_t *freed, uint64_t nr) noexcept nogil:
     """Return folios with refcount 0 to where they came from. Nobody else may know them any more."""
-    cdef uint64_t i, j, pfn, word, pages = 0
+    cdef uint64_t i = 0, j, pfn, word, run, pages = 0
     cdef unsigned order
     cdef region_t *r
     cdef region_t *locked = NULL
     cdef page_t *head
     cdef bint broken
-    for i in range(nr):
+    while i < nr:
         word = freed[i]
+        i += 1
         pfn = word & ((ONE << FREED_CLEAN_SHIFT) - 1)
         order = <unsigned>(word >> FREED_ORDER_SHIFT)
         head = &m.map[pfn]
-        if mm_unlikely(test_dirty(word, head)):
-            # Freed before it was written: what the kernel's truncation takes off the dirty count.
-            stat_add(m, NR_DIRTY, -<int64_t>(ONE << order))
         r = region_of(m, pfn)
-        if r == NULL:
-            free_device_folio(m, pfn)
-            continue
         broken = False
-        if not (word >> FREED_CLEAN_SHIFT) & 1:
+        run = ONE << order
+        if mm_likely((word >> FREED_CLEAN_SHIFT) & 1 and r != NULL):
+            # Small folios whose struct pages need nothing; neighbours go back as one block.
+            while i < nr and freed[i] == word + run and pfn + run < r.end:
+                run += 1
+                i += 1
+        else:
+            if mm_unlikely(test_flag(head, PG_dirty) and not folio_is_anon(head)):
+                # Freed before it was written: what the kernel's truncation takes off the dirty count.
+                stat_add(m, NR_DIRTY, -<int64_t>run)
+            if r == NULL:
+                free_device_folio(m, pfn)
+                continue
             if mm_unlikely(folio_is_hugetlb(head)):
                 if locked != NULL:      # a pool's lock comes before a region's
                     pthread_mutex_unlock(&locked.lock)
@@ -313,13 +356,16 @@ cdef void free_folios(mem_t *m, const uint64_t *freed, uint64_t nr) noexcept nog
             locked = r
         if mm_unlikely(broken):
             # The broken pages stay out for ever; the others are as good as before.
-            for j in range(pfn, pfn + (ONE << order)):
+            for j in range(pfn, pfn + run):
                 if not test_flag(&m.map[j], PG_hwpoison):
                     region_put(m, r, j, 0)
                     pages += 1
             continue
-        region_put(m, r, pfn, order)
-        pages += ONE << order
+        if order > m.max_order:
+            region_put(m, r, pfn, order)
+        else:
+            put_run(m, r, pfn, run)
+        pages += run
     if locked != NULL:
         pthread_mutex_unlock(&locked.lock)
     if pages:
@@ -430,6 +476,8 @@ def folios_alloc_at(Memory mem not None, pfns, orders, *, hugetlb=False):
     if pfns.ndim != 1:
         raise InvalidArgument("PFNs are a one-dimensional array")
     for name, array in (("PFNs", pfns), ("orders", orders)):
+        if array.dtype == object and all([isinstance(number, int) for number in array.flat]):
+            raise InvalidArgument(f"a number in the {name} is negative or beyond 64 bits")
         if array.size and array.dtype.kind not in "iu":
             raise TypeError(f"{name} are integers of at most 64 bits, not {array.dtype}")
     if pfns.dtype.kind == "i" and len(pfns) and pfns.min() < 0:

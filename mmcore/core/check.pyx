@@ -130,10 +130,10 @@ cdef bint check_folio(sums_t *s, uint64_t pfn, uint64_t end, uint64_t *nr_pages)
     if refs == 0:
         if test_flag(head, PG_mm_pool):
             s.pooled += 1
-        elif not test_flag(head, PG_hwpoison) and pfn < m.nr_ram:
+        elif not test_flag(head, PG_mm_retired) and pfn < m.nr_ram:
             return breach(s, "a folio at 0 references is freed (lost frame, or frozen and forgotten)", pfn, 0, 1)
-    elif test_flag(head, PG_mm_pool):
-        return breach(s, "a folio in its pool has no references", pfn, refs, 0)
+    elif test_flag(head, PG_mm_pool) or test_flag(head, PG_mm_retired):
+        return breach(s, "a folio in its pool, or retired, has no references", pfn, refs, 0)
     return False
 
 cdef bint check_region(sums_t *s, region_t *r) noexcept nogil:

@@ -36,7 +36,11 @@ class BadPage(RuntimeError):
     def __init__(self, law, reason, *, pfn=None):
         super().__init__(f"{law}: {reason}")
         self.law = law
+        self.reason = reason
         self.pfn = pfn
+
+    def __reduce__(self):
+        return (_rebuild_bad_page, (type(self), self.law, self.reason, self.pfn))
 
 
 def _rebuild(cls, errno, strerror, pfn, addr):
@@ -44,3 +48,7 @@ def _rebuild(cls, errno, strerror, pfn, addr):
     OSError.__init__(error, errno, strerror)
     error.pfn, error.addr = pfn, addr
     return error
+
+
+def _rebuild_bad_page(cls, law, reason, pfn):
+    return cls(law, reason, pfn=pfn)

@@ -1,4 +1,4 @@
-"""Folios: references, pins, the lock, dirty and writeback, split.
+"""Folios: references, pins, split.
 
 Laws
     _refcount >= mappings + pins. Whoever brings it to 0 owns the folio; nobody else may touch it after.
@@ -12,8 +12,6 @@ Memory order
     Dropping one         release, and acquire for whoever reaches 0
     Pin, large           _refcount first, then _pincount; unpin: _pincount first, then _refcount. So at any moment
                          _pincount <= _refcount, and whoever sees 0 references sees 0 pins.
-    Lock                 acquire by fetch-or of PG_locked; release by one fetch-and that also takes PG_waiters, since
-                         nothing of the folio may be touched after it is unlocked
 
 Plain references and pins share one counter of a small folio. As long as it never had 512 or more plain references,
 _refcount & 1023 is their exact number, and a put that would eat a pin is refused. A folio that had that many carries
@@ -150,16 +148,9 @@ cdef inline void undo_put_pins(page_t *head, bint large, uint64_t pins) noexcept
 cdef int grab_folio(mem_t *m, uint64_t pfn, uint64_t refs, unsigned flags) noexcept nogil
 cdef uint64_t try_get_folio(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil
 
-# ---- the lock, dirty, writeback ------------------------------------------------------------------------------------
-cdef inline bint trylock(page_t *head) noexcept nogil:
-    return not (a64_fetch_or_acquire(&head.flags, ONE << PG_locked) >> PG_locked) & 1
-
-cdef int lock_wait(mem_t *m, uint64_t pfn) noexcept nogil           # 0, or -EINTR with a Python exception set
-cdef void unlock(mem_t *m, uint64_t pfn) noexcept nogil
-
-cdef bint mark_dirty(mem_t *m, uint64_t pfn) noexcept nogil         # True when it was clean
-cdef bint clear_dirty(mem_t *m, uint64_t pfn) noexcept nogil        # True when it was dirty
-cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil
+# ---- split ------------------------------------------------------------------------------------------------------------
+cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil    # 0, -EINVAL, -EBUSY, -EAGAIN
+cdef int64_t expected_refs(mem_t *m, uint64_t pfn) noexcept nogil           # that mappings and caches explain
 
 # ---- sums that have one home ---------------------------------------------------------------------------------------
 cdef inline uint64_t remaining_pages(uint64_t head, uint64_t nr_pages, uint64_t pfn, uint64_t max_pages) noexcept nogil:
@@ -187,4 +178,3 @@ cdef Memory page_arg(object page, uint64_t *pfn)
 cdef uint64_t count_arg(object number, str what, uint64_t least, uint64_t most) except? 0
 cdef object grab_error(Memory mem, int error, uint64_t pfn)
 cdef object bad_page(Memory mem, int code, uint64_t pfn, uint64_t dropped, str call)
-cdef int raise_pending() except -1                                      # raise what a signal handler raised

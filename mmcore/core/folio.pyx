@@ -1,8 +1,6 @@
-"""The folio_* and page helpers, under the kernel's names."""
-from cpython.buffer cimport PyBuffer_FillInfo
-from cpython.exc cimport PyErr_CheckSignals, PyErr_Occurred
-from libc.errno cimport EAGAIN, EBUSY, EINTR, EINVAL, ENOMEM, EREMOTEIO
-from mmcore.core.buddy cimport region_is_free, region_take_at
+"""References, pins and splitting, under the kernel's names; and what the modules above share: arguments, errors."""
+from libc.errno cimport EAGAIN, EBUSY, EINVAL, ENOMEM, EREMOTEIO
+from mmcore.core.buddy cimport region_is_free
 
 import enum
 import errno as _errno
@@ -10,16 +8,9 @@ import errno as _errno
 from .errors import BadPage, InvalidArgument, MMError
 
 __all__ = [
-    "FOLL", "GUP_PIN_COUNTING_BIAS",
-    "page_to_pfn", "pfn_to_page", "page_folio", "compound_head", "PageHead", "PageTail", "PageCompound", "PageDirty",
-    "compound_order", "compound_nr", "folio_page", "folio_page_idx", "folio_order", "folio_nr_pages", "folio_size",
-    "folio_test_large", "folio_ref_count", "folio_get", "folio_put", "folio_put_refs", "folio_try_get",
-    "folio_ref_freeze", "folio_ref_unfreeze", "get_page", "put_page", "folio_maybe_dma_pinned",
-    "folio_is_longterm_pinnable", "folio_mapcount", "folio_expected_ref_count", "folio_lock", "folio_trylock",
-    "folio_unlock", "folio_test_dirty", "folio_mark_dirty", "folio_mark_dirty_lock", "set_page_dirty",
-    "set_page_dirty_lock", "folio_clear_dirty_for_io", "folio_start_writeback", "folio_end_writeback", "folio_split",
-    "is_zero_page", "is_huge_zero_folio", "is_huge_zero_page", "folio_remaining_pages", "try_grab_folio",
-    "folio_add_pin", "folio_add_pins", "page_address", "folio_address", "memory_failure",
+    "FOLL", "GUP_PIN_COUNTING_BIAS", "folio_get", "folio_put", "folio_put_refs", "folio_try_get", "folio_ref_freeze",
+    "folio_ref_unfreeze", "get_page", "put_page", "try_grab_folio", "folio_add_pin", "folio_add_pins", "folio_split",
+    "zone_device_page_init",
 ]
 
 
@@ -150,127 +141,6 @@ cdef int grab_folio(mem_t *m, uint64_t pfn, uint64_t refs, unsigned flags) noexc
         stat_add(m, OP_PINCOUNT_ATOMICS, 1)
     stat_add(m, NR_FOLL_PIN_ACQUIRED, <int64_t>refs)
     return 0
-
-# ---- the folio lock -------------------------------------------------------------------------------------------------------
-# Waiters sleep on one of 256 conditions, chosen by the folio. PG_waiters tells the owner that there may be some:
-#   waiter   takes the bucket's mutex, sets PG_waiters, tries the lock once more, sleeps
-#   owner    clears PG_locked and PG_waiters in one step; when PG_waiters was set: mutex, wake all, done
-# A waiter that sets its mark after that step finds the lock free; one that set it before is woken.
-cdef extern from *:
-    """
-    #include <pthread.h>
-    #include <time.h>
-
-    typedef struct {
-        pthread_mutex_t mutex;
-        pthread_cond_t cond;
-    } mm_bucket;
-    static mm_bucket mm_wait_table[256];
-
-    static void mm_wait_init(void)
-    {
-        for (int i = 0; i < 256; i++) {
-            pthread_mutex_init(&mm_wait_table[i].mutex, NULL);
-            pthread_cond_init(&mm_wait_table[i].cond, NULL);
-        }
-    }
-    static mm_bucket *mm_wait_bucket(const void *folio)
-    {
-        return &mm_wait_table[(((uintptr_t)folio >> 6) * 0x9e3779b97f4a7c15ULL) >> 56];
-    }
-    /* Sleep at most 50 ms, so that a signal can end the wait. */
-    static void mm_wait_sleep(mm_bucket *b)
-    {
-        struct timespec until;
-
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += 50 * 1000 * 1000;
-        if (until.tv_nsec >= 1000000000L) {
-            until.tv_nsec -= 1000000000L;
-            until.tv_sec++;
-        }
-        pthread_cond_timedwait(&b->cond, &b->mutex, &until);
-    }
-    """
-    ctypedef struct mm_bucket:
-        pthread_mutex_t mutex
-    void mm_wait_init() nogil
-    mm_bucket *mm_wait_bucket(const void *folio) nogil
-    void mm_wait_sleep(mm_bucket *b) nogil
-
-cdef extern from *:
-    """
-    static void mm_wake_all(mm_bucket *b)
-    {
-        pthread_mutex_lock(&b->mutex);
-        pthread_cond_broadcast(&b->cond);
-        pthread_mutex_unlock(&b->mutex);
-    }
-    """
-    void mm_wake_all(mm_bucket *b) nogil
-
-mm_wait_init()
-
-cdef int lock_wait(mem_t *m, uint64_t pfn) noexcept nogil:
-    """Take the folio lock: spin a little, then sleep. 0, or -EINTR with a Python exception set by a signal handler."""
-    cdef page_t *head = &m.map[pfn]
-    cdef mm_bucket *bucket
-    cdef int i
-    cdef bint stop = False
-    stat_add(m, OP_FOLIO_LOCKS, 1)
-    for i in range(100):
-        if trylock(head):
-            return 0
-        cpu_relax()
-    bucket = mm_wait_bucket(head)
-    while True:
-        pthread_mutex_lock(&bucket.mutex)
-        a64_fetch_or_acq_rel(&head.flags, ONE << PG_waiters)
-        if trylock(head):
-            pthread_mutex_unlock(&bucket.mutex)
-            return 0
-        mm_wait_sleep(bucket)
-        pthread_mutex_unlock(&bucket.mutex)
-        if trylock(head):
-            # Others may still sleep on this folio.
-            a64_fetch_or_acq_rel(&head.flags, ONE << PG_waiters)
-            return 0
-        with gil:
-            stop = PyErr_CheckSignals() != 0
-        if stop:
-            return -EINTR
-
-cdef void unlock(mem_t *m, uint64_t pfn) noexcept nogil:
-    cdef page_t *head = &m.map[pfn]
-    cdef mm_bucket *bucket = mm_wait_bucket(head)
-    cdef uint64_t old = a64_fetch_and_release(&head.flags, ~((ONE << PG_locked) | (ONE << PG_waiters)))
-    if (old >> PG_waiters) & 1:
-        mm_wake_all(bucket)
-
-cdef int raise_pending() except -1:
-    if PyErr_Occurred() != NULL:
-        return -1
-    return 0
-
-# ---- dirty and writeback ----------------------------------------------------------------------------------------------------
-cdef bint mark_dirty(mem_t *m, uint64_t pfn) noexcept nogil:
-    cdef page_t *head = &m.map[pfn]
-    cdef int64_t nr
-    if (a64_fetch_or_acq_rel(&head.flags, ONE << PG_dirty) >> PG_dirty) & 1:
-        return False
-    if not folio_is_anon(head):
-        nr = ONE << folio_order_of(head)
-        stat_add(m, NR_DIRTY, nr)
-        stat_add(m, NR_DIRTIED, nr)
-    return True
-
-cdef bint clear_dirty(mem_t *m, uint64_t pfn) noexcept nogil:
-    cdef page_t *head = &m.map[pfn]
-    if not (a64_fetch_and_acq_rel(&head.flags, ~(ONE << PG_dirty)) >> PG_dirty) & 1:
-        return False
-    if not folio_is_anon(head):
-        stat_add(m, NR_DIRTY, -<int64_t>(ONE << folio_order_of(head)))
-    return True
 
 # ---- split --------------------------------------------------------------------------------------------------------------------
 cdef int64_t expected_refs(mem_t *m, uint64_t pfn) noexcept nogil:
@@ -414,205 +284,6 @@ cdef object bad_page(Memory mem, int code, uint64_t pfn, uint64_t dropped, str c
     return BadPage(law, f"{call}{what} on the folio at PFN {pfn:#x} ({state}): {why}. Nothing was changed", pfn=pfn)
 
 
-# ---- looking: pages ---------------------------------------------------------------------------------------------------------------
-def page_to_pfn(page):
-    """Return the page frame number of a Page (int)."""
-    cdef uint64_t pfn
-    page_arg(page, &pfn)
-    return pfn
-
-
-def pfn_to_page(Memory mem not None, pfn):
-    """Return the Page of a PFN. Raises InvalidArgument outside of mem_map."""
-    return mem.page(pfn)
-
-
-def page_folio(page):
-    """Return the Folio that holds a page; without a reference it may be stale at once."""
-    cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    return folio_handle(mem, compound_head_pfn(mem.m.map, pfn))
-
-
-def compound_head(page):
-    """Return the first Page of the page's folio: the page itself when it is no tail."""
-    cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    return page_handle(mem, compound_head_pfn(mem.m.map, pfn))
-
-
-def PageHead(page):
-    """Tell whether a page is the first of a folio of order >= 1."""
-    cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    return bool(page_is_head(&mem.m.map[pfn]))
-
-
-def PageTail(page):
-    """Tell whether a page is a tail of a folio."""
-    cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    return bool(page_is_tail(&mem.m.map[pfn]))
-
-
-def PageCompound(page):
-    """Tell whether a page is the head or a tail of a folio of order >= 1."""
-    cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    return bool(page_is_head(&mem.m.map[pfn]) or page_is_tail(&mem.m.map[pfn]))
-
-
-def PageDirty(page):
-    """Tell whether the page's folio is dirty; the flag is the head's."""
-    cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    return bool(test_flag(&mem.m.map[compound_head_pfn(mem.m.map, pfn)], PG_dirty))
-
-
-def compound_order(page):
-    """Return log2 of the pages of a folio, given its head; 0 for a tail or a small folio, as the kernel does."""
-    cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    return folio_order_of(&mem.m.map[pfn])
-
-
-def compound_nr(page):
-    """Return the pages of a folio, given its head; 1 for a tail or a small folio, as the kernel does."""
-    cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    return ONE << folio_order_of(&mem.m.map[pfn])
-
-
-def is_zero_page(page):
-    """Tell whether this is the permanent zero page, which is never pinned."""
-    cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    return pfn == mem.m.zero_pfn
-
-
-def is_huge_zero_folio(folio):
-    """Tell whether this is the huge zero folio, which is pinned as any large folio is."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return pfn == mem.m.huge_zero_pfn
-
-
-def is_huge_zero_page(page):
-    """Tell whether a page belongs to the huge zero folio."""
-    cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    return compound_head_pfn(mem.m.map, pfn) == mem.m.huge_zero_pfn
-
-
-# ---- looking: folios -----------------------------------------------------------------------------------------------------------------
-def folio_order(folio):
-    """Return log2 of a folio's pages."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return folio_order_of(&mem.m.map[pfn])
-
-
-def folio_nr_pages(folio):
-    """Return a folio's base pages."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return ONE << folio_order_of(&mem.m.map[pfn])
-
-
-def folio_size(folio):
-    """Return a folio's size in bytes."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return (ONE << folio_order_of(&mem.m.map[pfn])) << mem.m.page_shift
-
-
-def folio_test_large(folio):
-    """Tell whether a folio has more than one page."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return bool(page_is_head(&mem.m.map[pfn]))
-
-
-def folio_page(folio, n):
-    """Return the n-th Page of a folio, from 0. Raises InvalidArgument past its end, where the kernel does not look."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return page_handle(mem, pfn + count_arg(n, "page index", 0, (ONE << folio_order_of(&mem.m.map[pfn])) - 1))
-
-cdef Memory folio_and_index(object folio, object page, uint64_t *head, uint64_t *index):
-    """A folio and which of its pages a Page is."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, head, False)
-    if page_arg(page, &pfn) is not mem:
-        raise InvalidArgument("the page belongs to another Memory than the folio", pfn=pfn)
-    index[0] = pfn - head[0]
-    if mm_unlikely(index[0] >= ONE << folio_order_of(&mem.m.map[head[0]])):
-        raise InvalidArgument(f"PFN {pfn:#x} is not in the folio at {head[0]:#x} "
-                              f"({ONE << folio_order_of(&mem.m.map[head[0]])} pages)", pfn=pfn)
-    return mem
-
-
-def folio_page_idx(folio, page):
-    """Return which page of a folio a Page is, from 0. Raises InvalidArgument when it is not in the folio."""
-    cdef uint64_t head, index
-    folio_and_index(folio, page, &head, &index)
-    return index
-
-
-def folio_remaining_pages(folio, page, max_pages=None):
-    """Return how many pages of a folio follow from `page` on, that page included, at most max_pages.
-
-    Proposed on the list in 2025 and not merged. Raises InvalidArgument when the page is not in the folio.
-    """
-    cdef uint64_t head, index
-    cdef Memory mem = folio_and_index(folio, page, &head, &index)
-    cdef uint64_t most = ~<uint64_t>0
-    if max_pages is not None:
-        most = count_arg(max_pages, "max_pages", 0, ~<uint64_t>0)
-    return remaining_pages(head, ONE << folio_order_of(&mem.m.map[head]), head + index, most)
-
-
-def folio_ref_count(folio):
-    """Return a folio's references, a C int."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return <int32_t>refs_load(&mem.m.map[pfn])
-
-
-def folio_mapcount(folio):
-    """Return the mappings of all pages of a folio."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return folio_mapcount_of(&mem.m.map[pfn])
-
-
-def folio_expected_ref_count(folio):
-    """Return the references that mappings and caches explain; the caller's own and pins are not among them."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return expected_refs(&mem.m, pfn)
-
-
-def folio_maybe_dma_pinned(folio):
-    """Tell whether a folio may be pinned: exact for a large one; for a small one True also at 1024 plain references."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    cdef page_t *head = &mem.m.map[pfn]
-    if page_is_head(head):
-        return <int32_t>pincount_load(head) > 0
-    return refs_load(head) >= GUP_PIN_COUNTING_BIAS
-
-
-def folio_is_longterm_pinnable(folio):
-    """Tell whether a folio may stay pinned for long: not in CMA or ZONE_MOVABLE, nor fsdax or coherent device memory.
-
-    The zero page always may.
-    """
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return bool(longterm_pinnable(&mem.m, pfn))
-
-
 # ---- references -------------------------------------------------------------------------------------------------------------------------
 def folio_get(folio):
     """Take one reference. Raises BadPage when the count is 0 or close to overflow (-127..0)."""
@@ -699,7 +370,7 @@ def folio_ref_unfreeze(folio, count):
     cdef page_t *head = &mem.m.map[pfn]
     cdef region_t *r = region_of(&mem.m, pfn)
     cdef uint32_t zero = 0
-    cdef bint free = r == NULL or test_flag(head, PG_mm_pool) or test_flag(head, PG_hwpoison)
+    cdef bint free = test_flag(head, PG_mm_pool) or test_flag(head, PG_mm_retired)
     if r != NULL and not free:
         pthread_mutex_lock(&r.lock)
         free = region_is_free(&mem.m, r, pfn)
@@ -765,129 +436,7 @@ def folio_add_pin(folio):
     folio_add_pins(folio, 1)
 
 
-# ---- the lock -----------------------------------------------------------------------------------------------------------------------------
-def folio_lock(folio):
-    """Take the folio lock; sleeps while another holds it. The caller holds a reference.
-
-    A signal handler that raises ends the wait. A thread that locks twice waits for itself, as in the kernel.
-    """
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, True)
-    cdef int error
-    if trylock(&mem.m.map[pfn]):
-        stat_add(&mem.m, OP_FOLIO_LOCKS, 1)
-        return
-    mem.enter()
-    with nogil:
-        error = lock_wait(&mem.m, pfn)
-    mem.leave()
-    if error:
-        raise_pending()
-
-
-def folio_trylock(folio):
-    """Take the folio lock unless it is held; tells whether it did."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, True)
-    stat_add(&mem.m, OP_FOLIO_LOCKS, 1)
-    return bool(trylock(&mem.m.map[pfn]))
-
-
-def folio_unlock(folio):
-    """Drop the folio lock and wake who waits for it. Raises BadPage when it is not held."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    if not test_flag(&mem.m.map[pfn], PG_locked):
-        raise BadPage("unlock of an unlocked folio", f"folio_unlock() on PFN {pfn:#x}, which is not locked", pfn=pfn)
-    unlock(&mem.m, pfn)
-
-
-# ---- dirty and writeback ----------------------------------------------------------------------------------------------------------------------
-cdef int dirtyable(Memory mem, uint64_t pfn, str call) except -1:
-    if pfn == mem.m.zero_pfn:
-        raise BadPage("the zero page stays clean", f"{call} on the zero page (PFN {pfn:#x}): it is shared by all and never "
-                      "written. Nothing was changed", pfn=pfn)
-    return 0
-
-
-def folio_test_dirty(folio):
-    """Tell whether PG_dirty is set."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
-    return bool(test_flag(&mem.m.map[pfn], PG_dirty))
-
-
-def folio_mark_dirty(folio):
-    """Set PG_dirty; True when it was clean. Counts in nr_dirty unless the folio is anonymous.
-
-    The caller holds the folio lock where the folio may be truncated. Raises BadPage for the zero page and a free folio.
-    """
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, True)
-    dirtyable(mem, pfn, "folio_mark_dirty()")
-    return bool(mark_dirty(&mem.m, pfn))
-
-
-def folio_mark_dirty_lock(folio):
-    """Set PG_dirty under the folio lock, which it takes; True when it was clean. Raises as folio_mark_dirty."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, True)
-    dirtyable(mem, pfn, "folio_mark_dirty_lock()")
-    folio_lock(folio)
-    cdef bint newly = mark_dirty(&mem.m, pfn)
-    unlock(&mem.m, pfn)
-    return bool(newly)
-
-
-def set_page_dirty(page):
-    """Set PG_dirty of the page's folio; True when it was clean. Raises as folio_mark_dirty."""
-    return folio_mark_dirty(page_folio(page))
-
-
-def set_page_dirty_lock(page):
-    """Set PG_dirty of the page's folio under its lock; True when it was clean. Raises as folio_mark_dirty."""
-    return folio_mark_dirty_lock(page_folio(page))
-
-
-def folio_clear_dirty_for_io(folio):
-    """Clear PG_dirty before writeback; True when it was set. With debug=True the lock must be held (else BadPage)."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, True)
-    debug_locked(mem, pfn, "folio_clear_dirty_for_io()")
-    return bool(clear_dirty(&mem.m, pfn))
-
-cdef int debug_locked(Memory mem, uint64_t pfn, str call) except -1:
-    if mem.m.debug and not test_flag(&mem.m.map[pfn], PG_locked):
-        raise BadPage("folio lock held", f"{call} on PFN {pfn:#x} without the folio lock (debug=True)", pfn=pfn)
-    return 0
-
-
-def folio_start_writeback(folio):
-    """Set PG_writeback. Raises BadPage when it is set already; with debug=True also without the folio lock."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, True)
-    cdef page_t *head = &mem.m.map[pfn]
-    debug_locked(mem, pfn, "folio_start_writeback()")
-    dirtyable(mem, pfn, "folio_start_writeback()")
-    if (a64_fetch_or_acq_rel(&head.flags, ONE << PG_writeback) >> PG_writeback) & 1:
-        raise BadPage("one writeback at a time", f"folio_start_writeback() on PFN {pfn:#x}, which is under writeback", pfn=pfn)
-    stat_add(&mem.m, NR_WRITEBACK, ONE << folio_order_of(head))
-
-
-def folio_end_writeback(folio):
-    """Clear PG_writeback. Raises BadPage when it is not set."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, True)
-    cdef page_t *head = &mem.m.map[pfn]
-    cdef int64_t nr = ONE << folio_order_of(head)
-    if not (a64_fetch_and_acq_rel(&head.flags, ~(ONE << PG_writeback)) >> PG_writeback) & 1:
-        raise BadPage("end of a writeback that runs", f"folio_end_writeback() on PFN {pfn:#x}, which is not under writeback",
-                      pfn=pfn)
-    stat_add(&mem.m, NR_WRITEBACK, -nr)
-    stat_add(&mem.m, NR_WRITTEN, nr)
-
-
-# ---- split, poison ----------------------------------------------------------------------------------------------------------------------------------
+# ---- split ------------------------------------------------------------------------------------------------------------------------------------------
 def folio_split(folio, new_order=0):
     """Split a folio into folios of new_order; returns them, one reference of the caller's on each.
 
@@ -916,76 +465,16 @@ def folio_split(folio, new_order=0):
     return [folio_handle(mem, at) for at in range(pfn, pfn + (ONE << order), ONE << wanted)]
 
 
-def memory_failure(Memory mem not None, page):
-    """Mark a page as broken; see Memory.memory_failure."""
-    cdef mem_t *m = mem.ptr()
-    cdef uint64_t pfn, head
-    cdef region_t *r
-    if page_arg(page, &pfn) is not mem:
-        raise InvalidArgument("the page belongs to another Memory", pfn=pfn)
-    r = region_of(m, pfn)
-    head = compound_head_pfn(m.map, pfn)
-    if test_flag(&m.map[pfn], PG_reserved) or head == m.huge_zero_pfn:
-        raise MMError(_errno.EBUSY, f"PFN {pfn:#x} is the zero page, the huge zero folio or reserved: it cannot be taken "
-                                    "out of use", pfn=pfn)
-    if test_flag(&m.map[pfn], PG_hwpoison):
-        raise MMError(getattr(_errno, "EHWPOISON", 133), f"PFN {pfn:#x} was marked as broken before", pfn=pfn)
-    if r != NULL:
-        # A free page leaves the allocator, so that nobody gets it.
-        pthread_mutex_lock(&r.lock)
-        if region_is_free(m, r, pfn):
-            region_take_at(m, r, pfn, 0)
-            page_init(&m.map[pfn], r.zone_flags, 0)
-        pthread_mutex_unlock(&r.lock)
-    set_flag(&m.map[pfn], PG_hwpoison)
-    if page_is_head(&m.map[head]):
-        a64_fetch_or_relaxed(&as_folio(&m.map[head])._flags_1, ONE << PG_has_hwpoisoned)
-    stat_add(m, NR_POISONED, 1)
+def zone_device_page_init(page):
+    """Take the first reference on an idle device folio, as its driver does. Raises BadPage when it is not idle.
 
-
-# ---- bytes ----------------------------------------------------------------------------------------------------------------------------------------------
-cdef class PageBytes:
-    """The bytes of one page or folio, writable through the buffer protocol; keeps the Memory open."""
-    cdef Memory mem
-    cdef uint8_t *at
-    cdef Py_ssize_t size
-
-    def __getbuffer__(self, Py_buffer *view, int flags):
-        self.mem.ptr()
-        PyBuffer_FillInfo(view, self, self.at, self.size, 0, flags)
-        self.mem.views += 1
-
-    def __releasebuffer__(self, Py_buffer *view):
-        self.mem.views -= 1
-
-cdef object bytes_of(Memory mem, uint64_t pfn, uint64_t nr):
-    cdef PageBytes view = PageBytes.__new__(PageBytes)
-    cdef uint64_t i
-    view.mem = mem
-    for i in range(nr):
-        view.at = page_bytes(&mem.m, pfn + i)
-    view.at = mem.m.bytes + (pfn << mem.m.page_shift)
-    view.size = nr << mem.m.page_shift
-    return memoryview(view)
-
-
-def page_address(page):
-    """Return a writable memoryview of the page's bytes; zeros when nobody wrote them since it was allocated.
-
-    The view keeps the Memory from closing, but takes no reference on the page. Raises BadPage for a free page.
+    For fsdax, coherent, private and P2PDMA memory, which starts at 0; generic memory holds its own reference.
     """
     cdef uint64_t pfn
-    cdef Memory mem = page_arg(page, &pfn)
-    cdef uint64_t head = compound_head_pfn(mem.m.map, pfn)
-    if refs_load(&mem.m.map[head]) == 0:
-        raise bad_page(mem, BAD_FREE, pfn, 0, "page_address()")
-    view = bytes_of(mem, pfn, 1)
-    return view.toreadonly() if head in (mem.m.zero_pfn, mem.m.huge_zero_pfn) else view
-
-
-def folio_address(folio):
-    """Return a writable memoryview of all bytes of a folio; as page_address."""
-    cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, True)
-    view = bytes_of(mem, pfn, ONE << folio_order_of(&mem.m.map[pfn]))
-    return view.toreadonly() if pfn in (mem.m.zero_pfn, mem.m.huge_zero_pfn) else view
+    cdef Memory mem = folio_arg(page, &pfn, False)
+    cdef uint32_t zero = 0
+    if device_of(&mem.m, pfn) == NULL:
+        raise InvalidArgument(f"PFN {pfn:#x} is no device memory", pfn=pfn)
+    if not a32_cas_acq_rel(&mem.m.map[pfn]._refcount, &zero, 1):
+        raise BadPage("idle device folio", f"zone_device_page_init() on PFN {pfn:#x} with refcount {<int32_t>zero}: it is in "
+                      "use. Nothing was changed", pfn=pfn)

@@ -166,6 +166,20 @@ cdef inline device_t *device_of(mem_t *m, uint64_t pfn) noexcept nogil:
             return &m.device[i]
     return NULL
 
+cdef inline bint run_valid(mem_t *m, uint64_t first, uint64_t last) noexcept nogil:
+    """Are all of [first, last] pages? RAM has no holes; device ranges may have some between them."""
+    cdef device_t *d
+    if first > last or last >= m.nr_pages:
+        return False
+    while last >= m.nr_ram:
+        d = device_of(m, last)
+        if d == NULL:
+            return False
+        if first >= d.start:
+            return True
+        last = d.start - 1
+    return True
+
 cdef inline unsigned pageblock_migratetype(const mem_t *m, uint64_t pfn) noexcept nogil:
     return m.blocktype[pfn >> m.pageblock_order]
 

@@ -96,6 +96,7 @@ cdef enum:
     PG_mm_many_refs = 41        # a small folio that came near GUP_PIN_COUNTING_BIAS plain references: its pins and
                                 # plain references can no longer be told apart
     PG_mm_pool = 42             # a hugetlb folio that waits in its pool
+    PG_mm_retired = 43          # a broken page that is out of use for ever
     # SECOND flags, in tail 1's word
     PG_has_hwpoisoned = 8
     PG_large_rmappable = 9

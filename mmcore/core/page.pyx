@@ -7,7 +7,7 @@ __all__ = ["PageFlags", "PageType", "PAGE_DTYPE", "FOLIO_DTYPE", "ZONE_NAMES"]
 
 
 class PageFlags(enum.IntFlag):
-    """Name the bits of page.flags (`enum pageflags` of Linux 7.x), and three of mmcore's own."""
+    """Name the bits of page.flags (`enum pageflags` of Linux 7.x), and mmcore's own."""
     locked = 1 << PG_locked
     writeback = 1 << PG_writeback
     referenced = 1 << PG_referenced
@@ -37,6 +37,7 @@ class PageFlags(enum.IntFlag):
     mm_written = ONE << PG_mm_written
     mm_many_refs = ONE << PG_mm_many_refs
     mm_pool = ONE << PG_mm_pool
+    mm_retired = ONE << PG_mm_retired
 
 
 class PageType(enum.IntEnum):

@@ -5,6 +5,7 @@ from mmcore.core.buddy cimport alloc_pages
 from mmcore.core.folio cimport count_arg
 
 import errno as _errno
+import operator
 
 import numpy as np
 
@@ -141,7 +142,7 @@ cdef class PageList:
             if step == 1:
                 return pagelist_view(self, start, max(stop - start, 0))
             return PageList(self.mem, self.pfns[index])
-        at = index.__index__()
+        at = operator.index(index)
         if not -<object>self.n <= at < self.n:
             raise IndexError(f"index {at} of a list of {self.n} pages")
         cdef uint64_t pfn = self.p[at + <object>self.n if at < 0 else at]
@@ -202,8 +203,7 @@ cdef class PageRanges:
             for i in range(n):
                 first = starts.p[i]
                 last = first + at[i] - 1
-                if at[i] == 0 or at[i] > m.nr_pages or last >= m.nr_pages \
-                        or (last >= m.nr_ram and m.nr_devices and not contained(m, first, last)):
+                if at[i] == 0 or not run_valid(m, first, last):
                     raise InvalidArgument(f"run {i}, {at[i]} pages from PFN {first:#x}, is empty or leaves this Memory "
                                           f"({m.nr_pages} pages)", pfn=first)
                 if first == 0 and at[i] != 1:
@@ -261,11 +261,6 @@ cdef class PageRanges:
 
     def __repr__(self):
         return f"<PageRanges of {self.starts.n} runs, {self.nr_pages} pages>"
-
-cdef bint contained(mem_t *m, uint64_t first, uint64_t last) noexcept nogil:
-    """Does a run that reaches ZONE_DEVICE lie in one device's range?"""
-    cdef device_t *d = device_of(m, last)
-    return d != NULL and first >= d.start
 
 cdef object as_pages(object pages):
     if isinstance(pages, (PageList, PageRanges)):
@@ -330,7 +325,7 @@ def num_pages_contiguous(pages, nr=None):
         most = count_arg(ranges.nr_pages if nr is None else nr, "nr", 1, ranges.nr_pages)
         total = ranges.count[0]
         i = 1
-        while i < ranges.starts.n and total < most and ranges.starts.p[i] == ranges.starts.p[0] + total:
+        while ranges.starts.p[0] != 0 and i < ranges.starts.n and total < most and ranges.starts.p[i] == ranges.starts.p[0] + total:
             total += ranges.count[i]
             i += 1
         return min(total, most)

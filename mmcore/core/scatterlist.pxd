@@ -248,4 +248,4 @@ cdef class SGEntry:
 cdef SGTable table_arg(object table)
 cdef SGEntry entry_handle(SGTable table, sg_t *sg, uint64_t index)
 cdef SGTable new_table(Memory mem)
-cdef bint run_valid(mem_t *m, uint64_t pfn, uint64_t nr) noexcept nogil     # nr pages of one map, all there
+cdef bint entry_fits(mem_t *m, uint64_t pfn, uint64_t nr) noexcept nogil     # nr pages of one map, all there

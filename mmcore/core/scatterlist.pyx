@@ -378,6 +378,11 @@ cdef class SGTable:
             self.write_done()
 
     @property
+    def mapped(self):
+        """True while it is mapped for DMA."""
+        return self.mapping is not None
+
+    @property
     def chunks(self):
         """Slots of each chunk, links included; the chunks of tables chained behind it are theirs."""
         self.read()
@@ -482,7 +487,7 @@ cdef SGTable table_arg(object table):
     (<SGTable>table).mem.ptr()
     return table
 
-cdef bint run_valid(mem_t *m, uint64_t pfn, uint64_t nr) noexcept nogil:
+cdef bint entry_fits(mem_t *m, uint64_t pfn, uint64_t nr) noexcept nogil:
     cdef device_t *d
     if nr == 0 or pfn == 0 or pfn >= m.nr_pages or nr > m.nr_pages - pfn:
         return nr == 0 and pfn != 0 and pfn < m.nr_pages
@@ -514,7 +519,7 @@ cdef class SGEntry:
         try:
             sg = self.ptr()
             new.page_link, new.offset, new.length = pfn << SG_PFN_SHIFT, <uint32_t>offset, <uint32_t>length
-            if pfn and not run_valid(m, sg_first_pfn(&new, m.page_shift), sg_nr_pages(&new, m.page_shift)):
+            if pfn and not entry_fits(m, sg_first_pfn(&new, m.page_shift), sg_nr_pages(&new, m.page_shift)):
                 raise InvalidArgument(f"{length} bytes at offset {offset} of PFN {pfn:#x} leave this Memory, or the device "
                                       f"they start on: PFNs are 1..{m.nr_pages - 1:#x}", pfn=pfn)
             sg.page_link = new.page_link | (sg.page_link & SG_END)

@@ -10,7 +10,7 @@ from mmcore.core.unpin cimport folio_at
 import enum
 
 from .errors import BadPage, InvalidArgument, MMError
-from .folio import page_address
+from .content import page_address
 
 __all__ = ["SG_MITER", "SG_MITER_ATOMIC", "SG_MITER_TO_SG", "SG_MITER_FROM_SG", "SG_MITER_LOCAL", "sg_miter",
            "sg_copy_to_buffer", "sg_copy_from_buffer", "sg_pcopy_to_buffer", "sg_pcopy_from_buffer", "sg_zero_buffer"]

@@ -125,17 +125,14 @@ def for_each_sg(sgt, nents=None):
 
 def entries_of(SGTable table, n):
     cdef SGEntry entry
-    cdef uint64_t i
-    if not n:
+    cdef uint64_t left = n
+    if not left:
         return
     entry = entry_handle(table, table.t.sgl, 0)
-    for i in range(n):
+    while entry is not None:
         yield entry
-        if i + 1 == n:
-            return
-        entry = following(entry)
-        if entry is None:
-            return
+        left -= 1
+        entry = following(entry) if left else None
 
 
 def sg_next(entry):
@@ -355,11 +352,12 @@ def sg_dma_page_iter(sgt, pgoffset=0):
     return dma_pages(table, table.generation, skip)
 
 def dma_pages(SGTable table, generation, skip):
-    cdef uint64_t mask, at, nr, i, k, page, passed = skip
+    cdef uint64_t mask, at, nr, i = 0, k, page, passed = skip
     cdef SGEntry entry = None
     page = table.mem.page_size
     mask = page - 1
-    for i in range(table.t.nents):
+    while i < table.t.nents:
+        i += 1
         entry = entry_handle(table, table.t.sgl, 0) if entry is None else following(entry)
         if entry is None:
             return
@@ -368,6 +366,8 @@ def dma_pages(SGTable table, generation, skip):
         at = entry.dma_address
         nr = entry.dma_length
         nr = ((at & mask) + nr + mask) // page if nr else 0
-        for k in range(min(passed, nr), nr):
+        k = min(passed, nr)
+        passed -= k
+        while k < nr:
             yield at + k * page
-        passed -= min(passed, nr)
+            k += 1

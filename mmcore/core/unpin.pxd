@@ -15,6 +15,7 @@ Generations of the walk over a list
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from mmcore.core.memory cimport *
 from mmcore.core.folio cimport *
+from mmcore.core.lock cimport *
 from mmcore.core.buddy cimport freed_word, free_folios
 from mmcore.core.pagelist cimport PageList, PageRanges
 
@@ -32,6 +33,8 @@ cdef struct batch_t:            # one release, from its first page to the freein
     mem_t *m
     bint pins                   # drop pins; else plain references
     bint make_dirty
+    uint64_t skip               # head that is passed over: the zero page for pins, which never counted on it; the huge zero
+                                # folio for release_pages; 0 for none
     uint64_t *freed             # freed_word()s of the folios this batch brought to 0
     uint64_t nr_freed
     uint64_t freed_size         # bytes of the array
@@ -64,7 +67,7 @@ cdef inline uint64_t run_length(const uint64_t *pfns, uint64_t n, uint64_t head,
     nr_pages is a power of two, so that the OR of differences is below it exactly when each of them is.
     """
     cdef uint64_t i = 1, k, different
-    if nr_pages >= 32:
+    if nr_pages > 16:
         while i + 32 <= n:
             different = 0
             for k in range(32):
@@ -72,7 +75,6 @@ cdef inline uint64_t run_length(const uint64_t *pfns, uint64_t n, uint64_t head,
             if different >= nr_pages:
                 break
             i += 32
-    if nr_pages >= 8:
         while i + 8 <= n:
             different = 0
             for k in range(8):
@@ -87,6 +89,21 @@ cdef inline uint64_t run_length(const uint64_t *pfns, uint64_t n, uint64_t head,
 cdef inline void next_run(const page_t *map, const uint64_t *pfns, uint64_t n, group_t *g) noexcept nogil:
     g.nr_pages = folio_at(map, pfns[0], &g.head)
     g.count = run_length(pfns, n, g.head, g.nr_pages)
+
+cdef inline bint next_small(const page_t *map, const uint64_t *pfns, uint64_t n, group_t *g) noexcept nogil:
+    """The group at pfns[0] if that is a small folio (or NULL): the same page, repeated. False for a large folio.
+
+    A path of its own, since most lists of small folios have nothing to group: it costs what one page at a time costs.
+    """
+    cdef uint64_t pfn = pfns[0], i = 1
+    if a64_load_relaxed(&map[pfn].compound_info) & 1 or page_is_head(&map[pfn]):
+        return False
+    while mm_unlikely(i < n and pfns[i] == pfn):
+        i += 1
+    g.head = pfn
+    g.nr_pages = 1
+    g.count = i
+    return True
 
 cdef inline void next_head(const page_t *map, const uint64_t *pfns, uint64_t n, group_t *g) noexcept nogil:
     cdef uint64_t i = 1
@@ -108,5 +125,7 @@ cdef void undo_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil
 cdef void batch_finish(batch_t *b) noexcept nogil           # counts, frees
 cdef void batch_drop(batch_t *b) noexcept nogil             # after undoing: cleans what it dirtied, frees the arrays
 
+# ---- acquiring: 0, or negative errno with the first `done` pages taken -------------------------------------------------
 cdef int grab_list(mem_t *m, const uint64_t *pfns, uint64_t n, unsigned flags, uint64_t *done) noexcept nogil
+cdef int grab_range(mem_t *m, uint64_t pfn, uint64_t n, unsigned flags, uint64_t *done) noexcept nogil
 cdef int generation_arg(object release) except -1

@@ -1,6 +1,6 @@
 """The unpin family, release_pages, grab_pages, and the iterators as Python sees them."""
 from cpython.exc cimport PyErr_Occurred
-from libc.errno cimport EINTR, ENOMEM, EREMOTEIO
+from libc.errno cimport EAGAIN, EINTR, ENOMEM, EREMOTEIO
 from libc.string cimport memset
 from mmcore.core.buddy cimport free_folio
 from mmcore.core.pagelist cimport as_pages, new_pagelist, filling, pagelist_view
@@ -47,15 +47,11 @@ cdef int dirty_once(batch_t *b, uint64_t pfn, page_t *head) noexcept nogil:
     unlock(b.m, pfn)
     return 0
 
-cdef inline bint skipped(const batch_t *b, uint64_t pfn) noexcept nogil:
-    """Pins of the zero page were never counted; the huge zero folio is not put by release_pages."""
-    return pfn == (b.m.zero_pfn if b.pins else b.m.huge_zero_pfn)
-
 cdef inline int release_group(batch_t *b, uint64_t pfn, bint large, uint64_t count) noexcept nogil:
     """Drop `count` pins or references of one folio: 0, or the error, with the folio as it was."""
     cdef page_t *head = &b.m.map[pfn]
     cdef int result
-    if mm_unlikely(skipped(b, pfn)):
+    if mm_unlikely(pfn == b.skip):
         return 0
     if b.make_dirty:
         result = dirty_once(b, pfn, head)
@@ -79,10 +75,45 @@ cdef inline int release_group(batch_t *b, uint64_t pfn, bint large, uint64_t cou
     return 0
 
 # ---- walks ------------------------------------------------------------------------------------------------------------------
+# Prefetching, by measurement (4 Mi pages, nothing warm): a small folio's line 128 entries ahead, one an entry; short groups
+# of large folios all entries' lines up to 128 ahead, in steps of 8; long groups head and tail 1 two groups ahead.
 cdef enum:
-    SHORT_GROUP = 32            # below: prefetch page by page; from here on: folio by folio
-    AHEAD = 32                  # entries
-    STEP = 4
+    FAR = 128
+    STEP = 8
+    SHORT_GROUP = 8             # entries
+    FEW_PAGES = 16              # a folio of at most this many is compared entry by entry
+
+cdef inline uint64_t look_far(const page_t *map, const uint64_t *pfns, uint64_t i, uint64_t n, uint64_t next) noexcept nogil:
+    """Prefetch the pages of the entries from `next` up to FAR behind i; returns the first that is not prefetched."""
+    cdef int k
+    if i + FAR < next or i + FAR + 2 * STEP > n:
+        return next
+    if next < i:
+        next = i
+    while next <= i + FAR:
+        for k in range(STEP):
+            prefetch_write(&map[pfns[next + k]])
+        next += STEP
+    return next
+
+cdef inline void look_two_groups_on(const page_t *map, const uint64_t *pfns, uint64_t i, uint64_t n, const group_t *g) noexcept nogil:
+    """Prefetch head and tail 1 of the folio two groups on, if the list goes on as it did; entry i starts a group."""
+    cdef uint64_t at
+    if i + 2 * g.count < n:
+        at = pfns[i + 2 * g.count] & ~(g.nr_pages - 1)
+        prefetch_write(&map[at])
+        prefetch_write(&map[at + 1])
+
+cdef inline void look_along(const page_t *map, uint64_t pfn, uint64_t i, uint64_t n, const group_t *g) noexcept nogil:
+    """The same for a range; page i of it starts a group."""
+    cdef uint64_t k
+    if g.count < SHORT_GROUP:
+        # Lines follow each other, but locked operations hide that from the processor's own prefetcher.
+        for k in range(i + FAR, min(i + FAR + g.count, n)):
+            prefetch_write(&map[pfn + k])
+    elif i + 2 * g.count + 1 < n:
+        prefetch_write(&map[pfn + i + 2 * g.count])
+        prefetch_write(&map[pfn + i + 2 * g.count + 1])
 
 cdef uint64_t walk_page(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
     cdef page_t *map = b.m.map
@@ -113,28 +144,23 @@ cdef uint64_t walk_head(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept n
 
 cdef uint64_t walk_run(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
     cdef page_t *map = b.m.map
-    cdef uint64_t i = 0, ahead = 0, at, groups = 0
+    cdef uint64_t i = 0, next = 0, groups = 0
     cdef group_t g
-    g.count = 0
-    g.nr_pages = 1
+    g.count = 1
     while i < n:
-        if g.count < SHORT_GROUP:
-            if ahead < i:
-                ahead = i
-            while ahead < i + AHEAD and ahead < n:
-                prefetch_write(&map[pfns[ahead]])
-                ahead += 1
-        elif i + g.count < n:
-            # The next group is likely as long as the last; its entry gives the head by alignment.
-            at = pfns[i + g.count] & ~(g.nr_pages - 1)
-            prefetch_write(&map[at])
-            prefetch_write(&map[at + 1])
-        if mm_unlikely(pfns[i] == 0):
-            i += 1
-            continue
-        next_run(map, pfns + i, n - i, &g)
-        if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
-            break
+        if next_small(map, pfns + i, n - i, &g):
+            if i + FAR < n:
+                prefetch_write(&map[pfns[i + FAR]])
+            if mm_likely(g.head != 0) and mm_unlikely(release_group(b, g.head, False, g.count) != 0):
+                break
+        else:
+            if g.count < SHORT_GROUP:
+                next = look_far(map, pfns, i, n, next)
+            next_run(map, pfns + i, n - i, &g)
+            if g.count >= SHORT_GROUP:
+                look_two_groups_on(map, pfns, i + g.count, n, &g)
+            if mm_unlikely(release_group(b, g.head, True, g.count) != 0):
+                break
         groups += 1
         i += g.count
     b.head_lookups += groups
@@ -149,19 +175,11 @@ cdef uint64_t release_list(batch_t *b, const uint64_t *pfns, uint64_t n, int gen
 
 cdef uint64_t release_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil:
     cdef page_t *map = b.m.map
-    cdef uint64_t i = 0, groups = 0, k
+    cdef uint64_t i = 0, groups = 0
     cdef group_t g
-    g.count = 1
     while i < n:
-        if g.count < SHORT_GROUP:
-            # Lines follow each other, but locked operations hide that from the processor's own prefetcher.
-            if i + AHEAD < n:
-                for k in range(g.count):
-                    prefetch_write(&map[pfn + i + AHEAD + k])
-        elif i + g.count + 1 < n:
-            prefetch_write(&map[pfn + i + g.count])
-            prefetch_write(&map[pfn + i + g.count + 1])
         next_in_range(map, pfn + i, n - i, &g)
+        look_along(map, pfn, i, n, &g)
         if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
             break
         groups += 1
@@ -170,7 +188,7 @@ cdef uint64_t release_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil
     return i
 
 cdef inline void undo_group(batch_t *b, const group_t *g) noexcept nogil:
-    if skipped(b, g.head):
+    if g.head == b.skip:
         return
     if b.pins:
         undo_put_pins(&b.m.map[g.head], g.nr_pages > 1, g.count)
@@ -206,6 +224,7 @@ cdef int batch_begin(batch_t *b, mem_t *m, uint64_t nr_pages, bint pins, bint ma
     b.m = m
     b.pins = pins
     b.make_dirty = make_dirty
+    b.skip = m.zero_pfn if pins else m.huge_zero_pfn
     b.freed_size = nr_pages * sizeof(uint64_t)
     if inject_fails(m, INJECT_ALLOC):
         return -ENOMEM
@@ -420,15 +439,10 @@ def _heads(PageList plist, uint64_t n):
 cdef Memory range_arg(object page, object npages, uint64_t *pfn, uint64_t *n):
     """A first Page and a number of pages that stay within the Memory."""
     cdef Memory mem = page_arg(page, pfn)
-    cdef mem_t *m = &mem.m
-    cdef uint64_t end = m.nr_ram
-    cdef device_t *d
-    if pfn[0] >= m.nr_ram:
-        d = device_of(m, pfn[0])
-        end = d.end
     n[0] = count_arg(npages, "npages", 0, ~<uint64_t>0)
-    if n[0] > end - pfn[0]:
-        raise InvalidArgument(f"{n[0]} pages from PFN {pfn[0]:#x} leave the memory that starts there: {end - pfn[0]} remain",
+    if n[0] and not run_valid(&mem.m, pfn[0], pfn[0] + n[0] - 1):
+        raise InvalidArgument(f"{n[0]} pages from PFN {pfn[0]:#x} leave this Memory, whose last page is "
+                              f"{mem.m.nr_pages - 1:#x}" + (", or cross a hole between devices" if mem.m.nr_devices else ""),
                               pfn=pfn[0])
     return mem
 
@@ -628,71 +642,100 @@ def folios_put(folios):
 
 
 # ---- acquiring a given list -----------------------------------------------------------------------------------------------------------------------
-cdef int grab_list(mem_t *m, const uint64_t *pfns, uint64_t n, unsigned flags, uint64_t *done) noexcept nogil:
-    """Take a pin or reference of each page, a group at a time: 0, or negative errno with the first `done` entries taken.
+cdef struct taken_t:            # what a grab counts, added once at its end
+    uint64_t pins
+    uint64_t ref_atomics
+    uint64_t pincount_atomics
 
-    A page may be split off its folio between the look and the reference; the look is repeated under the reference.
+cdef void count_taken(mem_t *m, const taken_t *t) noexcept nogil:
+    stat_add(m, NR_FOLL_PIN_ACQUIRED, <int64_t>t.pins)
+    stat_add(m, OP_REF_ATOMICS, <int64_t>t.ref_atomics)
+    stat_add(m, OP_PINCOUNT_ATOMICS, <int64_t>t.pincount_atomics)
+    stat_add(m, OP_HEAD_LOOKUPS, <int64_t>t.ref_atomics)
+
+cdef inline int grab_group(mem_t *m, uint64_t pfn, const group_t *g, unsigned flags, taken_t *t) noexcept nogil:
+    """Take a pin or reference for each entry of the group that starts at pfn: 0, -ENOMEM, -EREMOTEIO, -EAGAIN.
+
+    -EAGAIN: the page was split off its folio between the look and the reference; nothing is taken, look again.
     """
-    cdef page_t *map = m.map
-    cdef page_t *head
-    cdef uint64_t i = 0, taken = 0, refs = 0, pins = 0, groups = 0, ahead = 0, amount, at
-    cdef group_t g, again
-    cdef uint32_t old
-    cdef int error = 0
-    cdef device_t *d
+    cdef page_t *head = &m.map[g.head]
     cdef bint pin = (flags & FOLL_PIN) != 0
-    g.count = 0
-    g.nr_pages = 1
+    cdef uint64_t amount, now
+    cdef uint32_t old
+    cdef device_t *d
+    if mm_unlikely(pin and g.head == m.zero_pfn):
+        return 0
+    if mm_unlikely(page_zone(head) == ZONE_DEVICE) and not flags & FOLL_PCI_P2PDMA:
+        d = device_of(m, g.head)
+        if d != NULL and d.type == DEVICE_PCI_P2PDMA:
+            return -EREMOTEIO if <int32_t>refs_load(head) > 0 else -ENOMEM
+    amount = g.count << GUP_PIN_COUNTING_SHIFT if pin and g.nr_pages == 1 else g.count
+    old = refs_load(head)
+    if mm_unlikely(amount >> 31) or not ref_add_positive(head, amount):
+        return -ENOMEM
+    if mm_unlikely(folio_at(m.map, pfn, &now) != g.nr_pages or now != g.head):
+        if put_plain(m, g.head, <uint32_t>amount) == FREED:
+            free_folio(m, g.head, folio_order_of(head))
+        return -EAGAIN
+    t.ref_atomics += 1
+    if not pin:
+        note_plain_refs(head, old, <uint32_t>g.count)
+        return 0
+    t.pins += g.count
+    if g.nr_pages > 1:
+        a32_fetch_add_relaxed(&as_folio(head)._pincount, <uint32_t>g.count)
+        t.pincount_atomics += 1
+    return 0
+
+cdef int grab_list(mem_t *m, const uint64_t *pfns, uint64_t n, unsigned flags, uint64_t *done) noexcept nogil:
+    cdef page_t *map = m.map
+    cdef uint64_t i = 0, next = 0
+    cdef group_t g
+    cdef int error = 0
+    cdef taken_t t
+    memset(&t, 0, sizeof(t))
+    g.count = 1
     while i < n:
-        if g.count < SHORT_GROUP:
-            if ahead < i:
-                ahead = i
-            while ahead < i + AHEAD and ahead < n:
-                prefetch_write(&map[pfns[ahead]])
-                ahead += 1
-        elif i + g.count < n:
-            at = pfns[i + g.count] & ~(g.nr_pages - 1)
-            prefetch_write(&map[at])
-            prefetch_write(&map[at + 1])
         if pfns[i] == 0:
             i += 1
             continue
-        next_run(map, pfns + i, n - i, &g)
-        if mm_unlikely(pin and g.head == m.zero_pfn):
-            i += g.count
-            continue
-        head = &map[g.head]
-        if mm_unlikely(page_zone(head) == ZONE_DEVICE) and not flags & FOLL_PCI_P2PDMA:
-            d = device_of(m, g.head)
-            if d != NULL and d.type == DEVICE_PCI_P2PDMA:
-                error = -EREMOTEIO if <int32_t>refs_load(head) > 0 else -ENOMEM
-                break
-        amount = g.count << GUP_PIN_COUNTING_SHIFT if pin and g.nr_pages == 1 else g.count
-        old = refs_load(head)
-        if mm_unlikely(amount >> 31) or not ref_add_positive(head, amount):
-            error = -ENOMEM
-            break
-        next_run(map, pfns + i, n - i, &again)
-        if mm_unlikely(again.head != g.head or again.nr_pages != g.nr_pages):
-            # Split meanwhile: what was taken belongs to what is there now.
-            if put_plain(m, g.head, <uint32_t>amount) == FREED:
-                free_folio(m, g.head, folio_order_of(head))
-            g.count = 0
-            continue
-        refs += 1
-        groups += 1
-        if pin:
-            taken += g.count
-            if g.nr_pages > 1:
-                a32_fetch_add_relaxed(&as_folio(head)._pincount, <uint32_t>g.count)
-                pins += 1
+        if next_small(map, pfns + i, n - i, &g):
+            if i + FAR < n:
+                prefetch_write(&map[pfns[i + FAR]])
         else:
-            note_plain_refs(head, old, <uint32_t>g.count)
+            if g.count < SHORT_GROUP:
+                next = look_far(map, pfns, i, n, next)
+            next_run(map, pfns + i, n - i, &g)
+            if g.count >= SHORT_GROUP:
+                look_two_groups_on(map, pfns, i + g.count, n, &g)
+        error = grab_group(m, pfns[i], &g, flags, &t)
+        if mm_unlikely(error != 0):
+            if error == -EAGAIN:
+                error = 0
+                continue
+            break
         i += g.count
-    stat_add(m, NR_FOLL_PIN_ACQUIRED, <int64_t>taken)
-    stat_add(m, OP_REF_ATOMICS, <int64_t>refs)
-    stat_add(m, OP_PINCOUNT_ATOMICS, <int64_t>pins)
-    stat_add(m, OP_HEAD_LOOKUPS, <int64_t>groups)
+    count_taken(m, &t)
+    done[0] = i
+    return error
+
+cdef int grab_range(mem_t *m, uint64_t pfn, uint64_t n, unsigned flags, uint64_t *done) noexcept nogil:
+    cdef uint64_t i = 0, k
+    cdef group_t g
+    cdef int error = 0
+    cdef taken_t t
+    memset(&t, 0, sizeof(t))
+    while i < n:
+        next_in_range(m.map, pfn + i, n - i, &g)
+        look_along(m.map, pfn, i, n, &g)
+        error = grab_group(m, pfn + i, &g, flags, &t)
+        if mm_unlikely(error != 0):
+            if error == -EAGAIN:
+                error = 0
+                continue
+            break
+        i += g.count
+    count_taken(m, &t)
     done[0] = i
     return error
 
@@ -711,27 +754,48 @@ def grab_pages(pages, flags=FOLL_PIN):
     EREMOTEIO for P2PDMA memory without FOLL_PCI_P2PDMA; .pfn says which. What was taken before is given back then.
     """
     pages = as_pages(pages)
-    cdef PageList plist = pages.to_pagelist() if isinstance(pages, PageRanges) else pages
+    cdef PageRanges ranges = pages if isinstance(pages, PageRanges) else None
+    cdef PageList plist = pages if ranges is None else ranges.starts
     cdef Memory mem = plist.mem
     cdef unsigned bits = <unsigned>count_arg(flags, "flags", 0, 0xffffffff)
-    cdef uint64_t done = 0
+    cdef uint64_t n = plist.n if ranges is None else ranges.nr_pages
+    cdef uint64_t done = 0, failed_at = 0, i = 0
     cdef int error
     cdef batch_t b
     if bits & FOLL_GET and bits & FOLL_PIN or not bits & (FOLL_GET | FOLL_PIN):
         raise InvalidArgument("flags must have one of FOLL_GET and FOLL_PIN")
-    if plist.n == 0:
+    if n == 0:
         return
     cdef mem_t *m = mem.enter()
     with nogil:
-        b.error = batch_begin(&b, m, plist.n, (bits & FOLL_PIN) != 0, False)
+        # A release that may be needed to give back, got ready before anything is taken.
+        b.error = batch_begin(&b, m, n, (bits & FOLL_PIN) != 0, False)
         error = b.error
         if error == 0:
-            error = grab_list(m, plist.p, plist.n, bits, &done)
-            if error:
-                release_list(&b, plist.p, done, GEN_RUN)
+            if not b.pins:
+                b.skip = 0
+            if ranges is None:
+                error = grab_list(m, plist.p, n, bits, &done)
+                if error:
+                    failed_at = plist.p[done]
+                    release_list(&b, plist.p, done, GEN_RUN)
+            else:
+                while i < plist.n:
+                    if plist.p[i]:
+                        error = grab_range(m, plist.p[i], ranges.count[i], bits, &done)
+                        if error:
+                            failed_at = plist.p[i] + done
+                            release_range(&b, plist.p[i], done)
+                            break
+                    i += 1
+                if error:
+                    while i > 0:
+                        i -= 1
+                        if plist.p[i]:
+                            release_range(&b, plist.p[i], ranges.count[i])
             batch_finish(&b)
     mem.leave()
-    if error == -ENOMEM and b.error == -ENOMEM:
-        raise no_room(plist.n)
+    if b.error:
+        raise no_room(n)
     if error:
-        raise grab_error(mem, error, plist.p[done])
+        raise grab_error(mem, error, failed_at)

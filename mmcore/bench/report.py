@@ -1,0 +1,91 @@
+"""Rows as a table of text, and as JSON."""
+import json
+import os
+import platform
+import sys
+
+
+def machine():
+    """Return one line that says what this was measured on."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as info:
+            model = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), model)
+    except OSError:
+        pass
+    return (f"{model}, {os.cpu_count()} processors, {platform.system()} {platform.release()}, "
+            f"Python {platform.python_version()}")
+
+
+def number(value):
+    """Format nanoseconds with three digits that count."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _lines(row):
+    """Return the cells of a row: one line, and one more for each further bar."""
+    data = row.as_dict()
+    mad = None if data["mad"] is None else data["mad"] / row.entries
+    # A variant may be shown for another one's bar only; then it has nothing but its time.
+    bars = row.bars or [None]
+    for k, bar in enumerate(bars):
+        cells = [row.case, row.variant, number(data["ns_per_page"]), number(mad)] if k == 0 else ["", "", "", ""]
+        if bar is None:
+            cells += ["", "", "", row.missing or row.note]
+        else:
+            ratio = "-" if bar["ratio"] is None else f"{bar['ratio']:.2f} ±{bar['spread']:.2f}"
+            met = {True: "yes", False: "NO", None: "" if bar["ratio"] is not None else "not measured"}[bar["met"]]
+            cells += [bar["against"], ratio, bar["bar"], met + (" " if met and bar["note"] else "") + bar["note"]]
+        yield cells
+
+
+def table(rows, head=("case", "variant", "ns/page", "mad", "against", "ratio", "must reach", "met")):
+    """Return the rows as aligned text; a case is named once."""
+    lines, last = [list(head)], None
+    for row in rows:
+        for cells in _lines(row):
+            if cells[0] and cells[0] == last:
+                cells[0] = ""
+            last = cells[0] or last
+            lines.append(cells)
+    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
+    right = {2, 3, 5}
+    text = []
+    for line in lines:
+        cells = [cell.rjust(width) if k in right else cell.ljust(width)
+                 for k, (cell, width) in enumerate(zip(line, widths))]
+        text.append("  ".join(cells).rstrip())
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text)
+
+
+def verdict(rows):
+    """Return the sentences that say how many bars are met, and which are not."""
+    bars = [(row, bar) for row in rows for bar in row.bars if bar["bar"]]
+    measured = [(row, bar) for row, bar in bars if bar["met"] is not None]
+    missed = [(row, bar) for row, bar in measured if not bar["met"]]
+    text = f"{len(measured) - len(missed)} of {len(measured)} bars met"
+    if len(measured) < len(bars):
+        text += f", {len(bars) - len(measured)} not measured"
+    lines = [text + "."]
+    lines += [f"  missed: {row.case}, {row.variant} against {bar['against']}: {bar['ratio']:.2f} ±{bar['spread']:.2f}, "
+              f"must reach {bar['bar']}" for row, bar in missed]
+    return "\n".join(lines)
+
+
+def write_json(rows, where):
+    """Write the rows as a JSON list to a file, or to standard output for "-"."""
+    text = json.dumps([row.as_dict() for row in rows], indent=1) + "\n"
+    if where == "-":
+        sys.stdout.write(text)
+    else:
+        with open(where, "w") as out:
+            out.write(text)
+
+
+def progress(text):
+    """Say on a terminal what is being measured."""
+    if sys.stderr.isatty():
+        print(f"... {text}", file=sys.stderr)

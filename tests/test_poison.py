@@ -1,0 +1,158 @@
+"""memory_failure: a broken page leaves the allocator, its pool, or does not return to them."""
+import errno
+
+import pytest
+
+import mmcore as mmc
+from mmcore import BadPage, DevicePages, FOLL_GET, InvalidArgument, Memory, MMError, PageFlags
+from support import canonical_blocks, refused, unchanged
+
+EHWPOISON = getattr(errno, "EHWPOISON", 133)
+
+
+@pytest.fixture
+def mem():
+    return Memory("16M", hugetlb={"2M": 2})
+
+
+def everything(mem):
+    """PFNs of all that can be allocated, one page at a time."""
+    pfns = []
+    while True:
+        try:
+            pfns += [int(pfn) for pfn in mmc.alloc_pages_bulk(mem, 1000).pfns]
+        except MMError:
+            return pfns
+
+
+@pytest.mark.parametrize("pfn", [2, 9, 1000, 3071])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_free_page_is_never_handed_out(mem, pfn, used):
+    if used:
+        mmc.folio_put(mmc.folio_alloc_at(mem, pfn, 0))
+    free = mem.vmstat()["nr_free_pages"]
+    mem.memory_failure(mem.page(pfn))
+    assert mem.vmstat()["nr_free_pages"] == free - 1
+    assert PageFlags.hwpoison in mem.page(pfn).flags
+    assert mem.buddyinfo()["Normal"] == canonical_blocks(set(range(2, 3072)) - {pfn}, 10)
+    mem.check()
+    assert sorted(everything(mem)) == [p for p in range(2, 3072) if p != pfn]
+    for call in (lambda: mmc.folio_get(mem.folio(pfn)), lambda: mmc.try_grab_folio(mem.folio(pfn), 1)):
+        with refused(mem, (BadPage, MMError)):
+            call()
+    with refused(mem, MMError, errno=16):
+        mmc.folio_alloc_at(mem, pfn, 0)
+
+
+def test_a_used_page_does_not_come_back(mem):
+    page = mmc.alloc_page(mem)
+    mmc.grab_pages([page])
+    free = mem.vmstat()["nr_free_pages"]
+    mem.memory_failure(page)
+    mem.check()
+    mmc.put_page(page)
+    mmc.unpin_user_page(page)
+    assert mem.vmstat()["nr_free_pages"] == free and PageFlags.hwpoison in page.flags
+    mem.check()
+    assert page.pfn not in everything(mem)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 7])
+def test_the_other_pages_of_a_folio_come_back(mem, index):
+    folio = mmc.folio_alloc_at(mem, 64, 3)
+    mem.memory_failure(mmc.folio_page(folio, index))
+    mem.check()
+    mmc.folio_put(folio)
+    mem.check()
+    assert mem.buddyinfo()["Normal"] == canonical_blocks(set(range(2, 3072)) - {64 + index}, 10)
+
+
+def test_a_split_keeps_the_mark_on_its_page(mem):
+    folio = mmc.folio_alloc_at(mem, 64, 3)
+    mem.memory_failure(mem.page(69))
+    pieces = mmc.folio_split(folio, 1)
+    assert [PageFlags.hwpoison in mem.page(pfn).flags for pfn in range(64, 72)] == [pfn == 69 for pfn in range(64, 72)]
+    for piece in pieces:
+        mmc.folio_put(piece)
+    assert mem.buddyinfo()["Normal"] == canonical_blocks(set(range(2, 3072)) - {69}, 10)
+    mem.check()
+
+
+def test_a_hugetlb_folio_with_a_broken_page_leaves_its_pool(mem):
+    # In use: it goes to the allocator when it is freed, but for the broken page; the pool is one smaller.
+    free = mem.vmstat()["nr_free_pages"]
+    folio = mmc.folio_alloc(mem, 9, hugetlb=True)
+    mem.memory_failure(mmc.folio_page(folio, 77))
+    mmc.folio_put(folio)
+    assert mem.hugetlb_pools() == {2 << 20: (1, 1)}
+    assert mem.vmstat()["nr_free_pages"] == free + 511
+    mem.check()
+
+
+@pytest.mark.parametrize("index", [0, 77])
+def test_a_pooled_hugetlb_folio_with_a_broken_page_is_not_handed_out(mem, index):
+    pfn = mmc.folio_alloc(mem, 9, hugetlb=True).pfn
+    mmc.folio_put(mem.folio(pfn))
+    mem.memory_failure(mem.page(pfn + index))
+    mem.check()
+    got = mmc.folio_alloc(mem, 9, hugetlb=True)
+    assert got.pfn != pfn
+    with refused(mem, MMError, errno=12):
+        mmc.folio_alloc(mem, 9, hugetlb=True)
+    assert pfn + index not in everything(mem)
+    mmc.folio_put(got)
+    mem.check()
+
+
+def test_twice_is_refused(mem):
+    page = mmc.alloc_page(mem)
+    for broken in page, mem.page(2000):
+        mem.memory_failure(broken)
+        with refused(mem, MMError, errno=EHWPOISON, pfn=broken.pfn):
+            mem.memory_failure(broken)
+
+
+def test_folio_huge_zero_unpoison(mem):
+    # The huge zero folio is refused: references and counters of it stay as they were.
+    huge = mem.huge_zero_folio
+    mmc.try_grab_folio(huge, 1, FOLL_GET)
+    for page in huge.page, mmc.folio_page(huge, 200):
+        with refused(mem, MMError, errno=16, pfn=page.pfn):
+            mem.memory_failure(page)
+    assert huge.refcount == 2
+    mmc.folio_put(huge)
+    with refused(mem, BadPage):
+        mmc.folio_put(huge)
+
+
+def test_reserved_pages_are_refused(mem):
+    with refused(mem, MMError, errno=16, pfn=1):
+        mem.memory_failure(mem.zero_page)
+
+
+@pytest.mark.parametrize("page", [3, None, "page"])
+def test_what_is_no_page(mem, page):
+    with refused(mem, TypeError):
+        mem.memory_failure(page)
+
+
+def test_a_page_of_another_memory(mem):
+    other = Memory("16M")
+    page = mmc.alloc_page(other)
+    with refused(mem, InvalidArgument), unchanged(other):
+        mem.memory_failure(page)
+
+
+def test_device_pages_keep_the_mark():
+    mem = Memory("16M", devices=[DevicePages("64K", type="generic")])
+    page = mem.page(mem.devices[0].start_pfn + 3)
+    mem.memory_failure(page)
+    mmc.put_page(page)
+    assert PageFlags.hwpoison in page.flags
+    mem.check()
+
+
+def test_poisoned_pages_are_counted(mem):
+    for pfn in 10, 20, 30:
+        mem.memory_failure(mem.page(pfn))
+    assert mem.vmstat()["nr_poisoned"] == 3
