@@ -378,6 +378,11 @@ cdef class SGTable:
             self.write_done()
 
     @property
+    def capacity(self):
+        """Entries that fit: all slots of its chunks but the links."""
+        return self.t.total_nents
+
+    @property
     def mapped(self):
         """True while it is mapped for DMA."""
         return self.mapping is not None
