@@ -32,6 +32,11 @@ cdef enum copy_kind:
     COPY_ZERO
 
 # ---- is every page there? -------------------------------------------------------------------------------------------------
+cdef inline bint reads_as_zero(mem_t *m, uint64_t pfn) noexcept nogil:
+    """Is this a page of the zero page or of the huge zero folio?"""
+    pfn = compound_head_pfn(m.map, pfn)
+    return pfn == m.zero_pfn or pfn == m.huge_zero_pfn
+
 cdef uint64_t first_refused(mem_t *m, pieces_t walk, bint writes) noexcept nogil:
     """The first PFN of the pieces that is free or, for writing, reads as zero for ever; 0 when there is none.
 
@@ -48,7 +53,7 @@ cdef uint64_t first_refused(mem_t *m, pieces_t walk, bint writes) noexcept nogil
             nr = folio_at(m.map, pfn, &head)
             if refs_load(&m.map[head]) == 0:
                 return pfn
-            if writes and (head == m.zero_pfn or head == m.huge_zero_pfn):
+            if writes and reads_as_zero(m, head):
                 return pfn
             pfn = head + nr
     return 0
@@ -248,11 +253,10 @@ cdef class sg_miter:
             at = self.sg.offset + self.done
             handle = page_handle(self.table.mem, sg_pfn(self.sg) + at // page)
             at &= page - 1
+            if self.flags & SG_MITER.TO_SG and reads_as_zero(&self.table.mem.m, handle.pfn):
+                raise InvalidArgument(f"{handle!r} is a zero page, which nobody may write", pfn=handle.pfn)
             window = page_address(handle)
-            if self.flags & SG_MITER.TO_SG:
-                if window.readonly:
-                    raise InvalidArgument(f"{handle!r} is a zero page, which nobody may write", pfn=handle.pfn)
-            else:
+            if not self.flags & SG_MITER.TO_SG:
                 window = window.toreadonly()
             self.window = window[at:at + n]
             self.page = handle

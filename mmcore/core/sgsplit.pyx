@@ -159,9 +159,17 @@ def sgl_alloc(Memory mem not None, length):
     cdef PageList pages = new_pagelist(mem, n)
     cdef uint64_t *pfns = filling(pages)
     cdef sg_t *sg = table.t.sgl
+    cdef int r
     mem.enter()
     with nogil:
-        got = 0 if inject_fails(m, INJECT_FRAME) else alloc_pages(m, (1 << MAX_REGIONS) - 1, pfns, n)
+        got = 0
+        for r in range(m.nr_regions):
+            got += a64_load_relaxed(&m.region[r].nr_free)
+        # What cannot succeed is not begun.
+        if got < n or inject_fails(m, INJECT_FRAME):
+            got = 0
+        else:
+            got = alloc_pages(m, (1 << MAX_REGIONS) - 1, pfns, n)
         if got == n:
             for i in range(n):
                 assign_pfn(sg + i, pfns[i])
@@ -170,7 +178,7 @@ def sgl_alloc(Memory mem not None, length):
     if got < n:
         if got:
             release_pages(pages[:got])
-        raise MMError(_errno.ENOMEM, f"{n} pages are wanted for {size} bytes, and {got} were free")
+        raise MMError(_errno.ENOMEM, f"{n} pages are wanted for {size} bytes, and so many are not free")
     return table
 
 
