@@ -254,16 +254,17 @@ cdef class IOMMUDomain:
 
     def __init__(self, Memory mem not None, *, page_sizes=None):
         cdef mem_t *m = mem.ptr()
-        cdef uint64_t bitmap = 0, size
+        cdef uint64_t bitmap = 0
         if self.ready:
             raise InvalidArgument("this domain is set up already")
-        possible = [ONE << (m.page_shift + level * (m.page_shift - 3)) for level in range(3)]
-        for size in possible if page_sizes is None else [parse_size(size, "a leaf size") for size in page_sizes]:
+        page = 1 << <object>m.page_shift
+        possible = [page, page * (page // 8), page * (page // 8) ** 2]
+        for size in possible if page_sizes is None else [parse_size(leaf, "a leaf size") for leaf in page_sizes]:
             if size not in possible:
                 raise InvalidArgument(f"leaves of {format_size(size)}: with pages of {format_size(possible[0])} they are "
-                                      f"{', '.join([format_size(s) for s in possible])}")
-            bitmap |= size
-        if not bitmap & possible[0]:
+                                      f"{', '.join([format_size(leaf) for leaf in possible])}")
+            bitmap |= <uint64_t>size
+        if not bitmap & <uint64_t>page:
             raise InvalidArgument(f"a domain maps {format_size(possible[0])} leaves in any case: name it in page_sizes")
         if iommu_init(&self.d, m.page_shift, bitmap):
             raise MMError(_errno.ENOMEM, "no memory for the root table of an IOMMU domain")
@@ -287,7 +288,8 @@ cdef class IOMMUDomain:
     @property
     def page_sizes(self):
         """Sizes of leaves in bytes, smallest first."""
-        return [1 << bit for bit in range(64) if (self.d.page_sizes >> bit) & 1]
+        cdef int bit
+        return [ONE << bit for bit in range(64) if (self.d.page_sizes >> bit) & 1]
 
     @property
     def stats(self):
