@@ -151,17 +151,18 @@ def dma_segments(entries, page, max_seg, boundary):
     """Segments of an IOMMU mapping as (offset in the range, length), and the size of the range."""
     used, segments, is_open = 0, [], False
     for pfn, offset, length in entries:
+        if not length:
+            continue                        # an empty entry takes no room
         start = offset % page
         padded = -(-(start + length) // page) * page
         room = -used % (boundary + 1)
         if room and room < padded:
             used += room
             is_open = False
-        if length:
-            if is_open and start == 0 and used & boundary and segments[-1][1] + length <= max_seg:
-                segments[-1] = (segments[-1][0], segments[-1][1] + length)
-            else:
-                segments.append((used + start, length))
-            is_open = start + length == padded
+        if is_open and start == 0 and used & boundary and segments[-1][1] + length <= max_seg:
+            segments[-1] = (segments[-1][0], segments[-1][1] + length)
+        else:
+            segments.append((used + start, length))
+        is_open = start + length == padded
         used += padded
     return segments, used

@@ -47,9 +47,14 @@ cdef inline uint64_t before_boundary(uint64_t at, uint64_t boundary) noexcept no
     return (boundary - at + 1) & boundary
 
 cdef inline uint64_t place(const sg_t *sg, uint64_t at, uint64_t page, uint64_t boundary, uint64_t *padded) noexcept nogil:
-    """Where in the range an entry goes, when `at` bytes are used: whole pages, moved up where it would cross a boundary."""
+    """Where in the range an entry goes, when `at` bytes are used: whole pages, moved up where it would cross a boundary.
+
+    An empty entry takes no room.
+    """
     cdef uint64_t room = before_boundary(at, boundary)
-    padded[0] = ((sg.offset & (page - 1)) + <uint64_t>sg.length + page - 1) & ~(page - 1)
+    padded[0] = 0
+    if sg.length:
+        padded[0] = ((sg.offset & (page - 1)) + <uint64_t>sg.length + page - 1) & ~(page - 1)
     if room and room < padded[0]:
         return at + room
     return at
@@ -316,7 +321,7 @@ def dma_map_sgtable(device, sgt, direction=DMA.BIDIRECTIONAL):
         n = table.t.orig_nents
         done = first_blank(table)
         if done < n:
-            raise InvalidArgument(f"entry {done} has no page: set it with sg_set_page()")
+            raise InvalidArgument(f"entry {done} has no page, or the list ends before it: set it with sg_set_page()")
         if dev.domain is None:
             with nogil:
                 done = map_direct(table.t.sgl, n, m.page_shift, &dev.limits)

@@ -103,8 +103,6 @@ cdef int append_pages(SGTable table, object pages, offset, size, max_segment, le
         raise InvalidArgument(f"offset {first} is not within the first page ({page_size} bytes): pass the pages from there on")
     left = count_arg(left_pages, "left_pages", 0, ONE << 52)
     span = n * page_size
-    if size.__index__() <= 0:
-        raise InvalidArgument(f"size {size}: at least one byte is wanted")
     nbytes = count_arg(size, "size", 1, ~<uint64_t>0 - page_size)
     if first + nbytes > span or first + nbytes <= span - page_size:
         raise InvalidArgument(f"size {nbytes} at offset {first} is {(first + nbytes + page_size - 1) // page_size} pages, and "

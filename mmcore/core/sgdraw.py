@@ -1,5 +1,6 @@
 """A scatterlist as text: where its bytes are in the list, in physical memory, and in which segments."""
 from .errors import InvalidArgument
+from .scatterlist import SGTable
 from .size import format_size
 
 __all__ = ["sg_draw"]
@@ -31,8 +32,10 @@ def sg_draw(sgt, *, width=64, max_pages=1024):
     A letter is an entry of the CPU view, a dot a page between two that are not of the list (longer gaps are cut short).
     Segments of the DMA view follow when the table is mapped. Raises InvalidArgument beyond max_pages pages.
     """
-    page = sgt.mem.page_size
+    if not isinstance(sgt, SGTable):
+        raise TypeError(f"an SGTable is wanted, not {sgt!r}")
     entries = sgt.entries
+    page = sgt.mem.page_size
     cpu = entries[:sgt.orig_nents]
     nr = sum(-(-(int(e["offset"]) % page + int(e["length"])) // page) for e in cpu if e["length"])
     if nr > max_pages:
