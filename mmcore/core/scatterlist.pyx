@@ -16,15 +16,15 @@ SG_DTYPE = np.dtype({"names": ["pfn", "offset", "length", "dma_address", "dma_le
 
 cdef enum:
     BUSY_WRITER = 0xffffffff
-cdef uint64_t SLAB_MOST = 256 << 20
+cdef uint64_t SLAB_MOST = 32 << 20
 
 # ---- chunks ---------------------------------------------------------------------------------------------------------
 cdef bint slab_grow(sgtable_t *t, uint64_t size) noexcept nogil:
-    """Start a slab with room for a chunk of this size: exactly that at first, then twice the last one."""
+    """Start a slab with room for a chunk of this size: exactly that at first, then eight times the last one."""
     cdef uint64_t want = size + sizeof(slab_t), rounded = 4096
     cdef slab_t *slab
     if t.slab != NULL:
-        want = max(want, min(2 * t.slab.size, SLAB_MOST))
+        want = max(want, min(8 * t.slab.size, SLAB_MOST))
         while rounded < want:
             rounded <<= 1
         want = rounded

@@ -49,14 +49,6 @@ cdef void page_iter_start(page_iter_t *it, sg_t *sgl, uint64_t nents, unsigned s
         pgoffset -= it.left
         it.left = 0
 
-cdef uint64_t count_pages(sg_t *sgl, uint64_t nents, unsigned shift) noexcept nogil:
-    cdef uint64_t total = 0
-    while nents and sgl != NULL:
-        total += sg_nr_pages(sgl, shift)
-        sgl = next_sg(sgl)
-        nents -= 1
-    return total
-
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 cdef uint64_t total_length(sg_t *sgl, uint64_t nents) noexcept nogil:
     cdef uint64_t total = 0
@@ -293,24 +285,26 @@ def sg_page_iter(sgt, pgoffset=0):
     cdef PageIter pages = PageIter.__new__(PageIter)
     pages.table = table
     pages.generation = table.generation
-    refuse_blank(table)
+    pages_of(table)
     page_iter_start(&pages.it, table.t.sgl, table.t.orig_nents, table.mem.m.page_shift, skip)
     return pages
 
 
 for_each_sg_page = sg_page_iter
 
-cdef int refuse_blank(SGTable table) except -1:
-    """Entries with a length and no page were never set: nobody may walk over their pages."""
-    cdef uint64_t i = 0, n = table.t.orig_nents
+cdef uint64_t pages_of(SGTable table) except? 0:
+    """The pages of the CPU view. Entries with a length and no page were never set: nobody may walk over their pages."""
+    cdef uint64_t i = 0, total = 0, n = table.t.orig_nents
+    cdef unsigned shift = table.mem.m.page_shift
     cdef sg_t *sg = table.t.sgl
     with nogil:
         while sg != NULL and i < n and (sg_pfn(sg) != 0 or sg.length == 0):
+            total += sg_nr_pages(sg, shift)
             sg = next_sg(sg)
             i += 1
     if sg != NULL and i < n:
         raise InvalidArgument(f"entry {i} has a length and no page: set it with sg_set_page()")
-    return 0
+    return total
 
 
 def sg_page_pfns(sgt, pgoffset=0):
@@ -322,9 +316,7 @@ def sg_page_pfns(sgt, pgoffset=0):
     cdef uint64_t *out
     cdef mem_t *m = table.read()
     try:
-        refuse_blank(table)
-        with nogil:
-            n = count_pages(table.t.sgl, table.t.orig_nents, m.page_shift)
+        n = pages_of(table)
         n = n - skip if skip < n else 0
         pages = new_pagelist(table.mem, n)
         out = filling(pages)
