@@ -102,12 +102,10 @@ cdef struct append_t:           # pages on their way into a table, from append_b
     uint64_t left               # pages that may still come in this call
     uint64_t later              # left_pages: pages that may come in later calls
     uint32_t offset             # of the first entry; 0 once it is made
-    sg_t *sg                    # the entry that is being filled
-    sg_t *end                   # last slot of its chunk
+    sg_t *sg                    # the entry that is being filled, in the last chunk
+    sg_t *end                   # last slot of that
     uint64_t next_pfn           # what would extend it; 0: nothing
     uint64_t room               # pages it can still take
-    uint64_t nr_new             # entries made
-    uint64_t in_chunk           # those of them in the last chunk
     int why                     # sg_reason
     uint64_t bad                # where: index in the list
     # what undoing needs
@@ -169,6 +167,15 @@ cdef int append_list(append_t *a, const uint64_t *pfns, uint64_t n) noexcept nog
 cdef int append_finish(append_t *a, uint64_t tail) noexcept nogil   # tail: bytes of the last page that are not meant
 cdef void append_abort(append_t *a) noexcept nogil
 
+cdef inline void write_sg(sg_t *sg, uint64_t pfn, uint32_t offset, uint32_t length) noexcept nogil:
+    """Write all 32 bytes of a slot."""
+    sg.page_link = pfn << SG_PFN_SHIFT
+    sg.offset = offset
+    sg.length = length
+    sg.dma_address = 0
+    sg.dma_length = 0
+    sg.dma_flags = 0
+
 cdef inline int append_same(append_t *a, uint64_t pfn, uint64_t nr) noexcept nogil:
     """Add a run of one device map, or of none."""
     cdef uint64_t take
@@ -193,16 +200,9 @@ cdef inline int append_same(append_t *a, uint64_t pfn, uint64_t nr) noexcept nog
             sg = a.sg
         take = nr if nr < a.max_pages else a.max_pages
         sg += 1
-        sg.page_link = pfn << SG_PFN_SHIFT
-        sg.offset = a.offset
-        sg.length = <uint32_t>((take << a.shift) - a.offset)
-        sg.dma_address = 0
-        sg.dma_length = 0
-        sg.dma_flags = 0
+        write_sg(sg, pfn, a.offset, <uint32_t>((take << a.shift) - a.offset))
         a.offset = 0
         a.sg = sg
-        a.nr_new += 1
-        a.in_chunk += 1
         a.left -= take
         a.room = a.max_pages - take
         pfn += take

@@ -19,12 +19,17 @@ cdef enum:
 cdef uint64_t SLAB_MOST = 32 << 20
 
 # ---- chunks ---------------------------------------------------------------------------------------------------------
-cdef bint slab_grow(sgtable_t *t, uint64_t size) noexcept nogil:
-    """Start a slab with room for a chunk of this size: exactly that at first, then eight times the last one."""
-    cdef uint64_t want = size + sizeof(slab_t), rounded = 4096
+cdef bint slab_grow(sgtable_t *t, uint64_t size, uint64_t slots) noexcept nogil:
+    """Start a slab with room for a chunk of this size: exactly that at first, then eight times the last one.
+
+    But not beyond what `slots` slots, the most that may still come, can fill.
+    """
+    cdef uint64_t want = size + sizeof(slab_t), rounded = 4096, most
     cdef slab_t *slab
     if t.slab != NULL:
-        want = max(want, min(8 * t.slab.size, SLAB_MOST))
+        most = slots + slots // 64      # with the links
+        most = most * sizeof(sg_t) + sizeof(slab_t) if most < SLAB_MOST else SLAB_MOST
+        want = max(want, min(most, min(8 * t.slab.size, SLAB_MOST)))
         while rounded < want:
             rounded <<= 1
         want = rounded
@@ -35,8 +40,11 @@ cdef bint slab_grow(sgtable_t *t, uint64_t size) noexcept nogil:
     t.slab = slab
     return True
 
-cdef sg_t *chunk_alloc(mem_t *m, sgtable_t *t, uint64_t nr) noexcept nogil:
-    """Add a chunk of nr slots, content undefined, not linked yet; NULL, with the table as it was, without memory."""
+cdef sg_t *chunk_alloc(mem_t *m, sgtable_t *t, uint64_t nr, uint64_t most) noexcept nogil:
+    """Add a chunk of nr slots, content undefined, not linked yet; NULL, with the table as it was, without memory.
+
+    most: how many slots may be wanted from here on, this chunk's included.
+    """
     cdef uint64_t size = nr * sizeof(sg_t), room
     cdef chunk_t *chunk
     cdef sg_t *sgl
@@ -48,7 +56,7 @@ cdef sg_t *chunk_alloc(mem_t *m, sgtable_t *t, uint64_t nr) noexcept nogil:
         if chunk == NULL:
             return NULL
         t.chunk, t.chunks_room = chunk, room
-    if (t.slab == NULL or t.slab.size - t.slab.used < size) and not slab_grow(t, size):
+    if (t.slab == NULL or t.slab.size - t.slab.used < size) and not slab_grow(t, size, most):
         return NULL
     sgl = <sg_t *>(<uint8_t *>t.slab + t.slab.used)
     t.slab.used += size
@@ -87,7 +95,7 @@ cdef int table_alloc(mem_t *m, sgtable_t *t, uint64_t nents, uint64_t max_ents, 
     t.max_ents = max_ents
     while left:
         slots = left if left <= limit else limit
-        sgl = chunk_alloc(m, t, slots)
+        sgl = chunk_alloc(m, t, slots, left)
         if sgl == NULL:
             table_free(t)
             return -ENOMEM
@@ -144,7 +152,7 @@ cdef int add_chunk(append_t *a, uint64_t want) noexcept nogil:
     cdef sgtable_t *t = a.t
     cdef uint64_t slots = want if want < t.max_ents else t.max_ents
     cdef sg_t *sgl
-    if a.sg != NULL and a.nr_new == 0:
+    if a.sg != NULL and a.sg == a.before.prv:
         a.why = SG_WHY_CLOSED
         return -EINVAL
     if a.sg != NULL and t.chunk[t.nr_chunks - 1].nr < t.max_ents:
@@ -152,19 +160,17 @@ cdef int add_chunk(append_t *a, uint64_t want) noexcept nogil:
         # chunk: what hangs on this one would leak.
         a.why = SG_WHY_PROMISE
         return -EINVAL
-    sgl = chunk_alloc(a.m, t, slots)
+    sgl = chunk_alloc(a.m, t, slots, want)
     if sgl == NULL:
         a.why = SG_WHY_NO_MEMORY
         return -ENOMEM
     if a.sg == NULL:
         t.sgl = sgl
         a.sg = sgl - 1
-        a.in_chunk = 0
     else:
         sgl[0] = a.sg[0]
         link_chunk(a.sg, sgl)
         a.sg = sgl
-        a.in_chunk = 1
     a.end = sgl + slots - 1
     return 0
 
@@ -194,67 +200,102 @@ cdef int append_mixed(append_t *a, uint64_t pfn, uint64_t nr) noexcept nogil:
 cdef inline uint64_t run_of(const uint64_t *p, uint64_t n) noexcept nogil:
     """Length of the prefix whose PFNs follow each other; n is at least 1.
 
-    Blocks of 32 vectorise: 0.4 ns a page. A list of short runs never gets there.
+    Blocks of 32 vectorise, and cost more than a short run: a block is entered when its last entry fits, which says nearly
+    always that all do.
     """
     cdef uint64_t k = 1, j, different, first = p[0]
-    while k < n and k < 8:
-        if p[k] != first + k:
-            return k
-        k += 1
-    while k + 32 <= n:
+    if n < 2 or p[1] != first + 1:
+        return 1
+    while k + 32 <= n and p[k + 31] == first + k + 31:
         different = 0
         for j in range(32):
             different |= p[k + j] ^ (first + k + j)
         if different:
             break
         k += 32
+    while k + 8 <= n and p[k + 7] == first + k + 7:
+        different = 0
+        for j in range(8):
+            different |= p[k + j] ^ (first + k + j)
+        if different:
+            break
+        k += 8
     while k < n and p[k] == first + k:
         k += 1
     return k
 
 cdef int append_list(append_t *a, const uint64_t *pfns, uint64_t n) noexcept nogil:
-    cdef uint64_t i = 0, k
+    # What append_run() does for each run, with the state in locals: stores to entries would make the compiler load it anew.
+    cdef uint64_t i = 0, k, pfn, take
+    cdef uint64_t next_pfn = a.next_pfn, room = a.room, max_pages = a.max_pages, nr_ram = a.m.nr_ram
+    cdef uint32_t offset = a.offset
+    cdef unsigned shift = a.shift
+    cdef sg_t *sg = a.sg
+    cdef sg_t *end = a.end
     cdef int error
     while i < n:
-        if mm_unlikely(pfns[i] == 0):
+        pfn = pfns[i]
+        if mm_unlikely(pfn == 0):
             a.why, a.bad = SG_WHY_NULL_PAGE, i
             return -EINVAL
         k = run_of(pfns + i, n - i)
-        error = append_run(a, pfns[i], k)
-        if mm_unlikely(error != 0):
-            a.bad = i
-            return error
         i += k
+        if mm_unlikely(pfn + k > nr_ram):
+            a.sg, a.next_pfn, a.room, a.offset, a.left = sg, next_pfn, room, offset, n - i + k
+            error = append_mixed(a, pfn, k)
+            if error:
+                return error
+            sg, end, next_pfn, room, offset = a.sg, a.end, a.next_pfn, a.room, a.offset
+            continue
+        if pfn == next_pfn:
+            take = k if k < room else room
+            sg.length += <uint32_t>(take << shift)
+            room -= take
+            pfn += take
+            k -= take
+        while k:
+            if mm_unlikely(sg == end):
+                a.sg, a.left = sg, n - i + k
+                error = append_next(a)
+                if error:
+                    return error
+                sg, end = a.sg, a.end
+            take = k if k < max_pages else max_pages
+            sg += 1
+            write_sg(sg, pfn, offset, <uint32_t>((take << shift) - offset))
+            offset = 0
+            room = max_pages - take
+            pfn += take
+            k -= take
+        next_pfn = pfn
+    a.sg, a.next_pfn, a.room, a.offset, a.left = sg, next_pfn, room, offset, 0
     return 0
 
 cdef int append_finish(append_t *a, uint64_t tail) noexcept nogil:
     cdef sgtable_t *t = a.t
     cdef chunk_t *chunk
-    cdef uint64_t slots
+    cdef uint64_t slots, used
     cdef int error
     if a.sg == NULL:
         return 0
     a.sg.length -= <uint32_t>tail
-    if a.later and a.nr_new and a.sg == a.end:
-        # More will come: the last slot of a chunk is for the link.
-        error = add_chunk(a, 1 + a.later)
-        if error:
-            return error
-    if a.nr_new:
+    if a.sg != t.prv:
+        if a.later and a.sg == a.end:
+            # More will come: the last slot of a chunk is for the link.
+            error = add_chunk(a, 1 + a.later)
+            if error:
+                return error
         chunk = &t.chunk[t.nr_chunks - 1]
+        used = a.sg - chunk.sgl + 1
         if t.nr_chunks > a.before.nr_chunks:
-            slots = a.in_chunk + a.later
-            if slots > t.max_ents or slots < a.later:
-                slots = t.max_ents
+            slots = used + a.later if a.later < t.max_ents - used else t.max_ents
             t.slab.used -= (chunk.nr - slots) * sizeof(sg_t)
             t.total_nents -= chunk.nr - slots
             chunk.nr = slots
-            memset(chunk.sgl + a.in_chunk, 0, (slots - a.in_chunk) * sizeof(sg_t))
+            memset(chunk.sgl + used, 0, (slots - used) * sizeof(sg_t))
         chunk.sgl[chunk.nr - 1].page_link |= SG_END
-    t.nents += a.nr_new
-    if a.nr_new:
-        t.orig_nents = t.nents
-    t.prv = a.sg
+        t.nents = t.orig_nents = chunk.first + used
+        t.prv = a.sg
     if a.later == 0:
         a.sg.page_link |= SG_END
     return 0
