@@ -105,7 +105,12 @@ int64_t peer_build_once(const uint64_t *pfns, uint64_t n, uint64_t max_pages, st
 	struct sg *sg = arena - 1, *end = arena - 1;
 
 	while (i < n) {
-		uint64_t pfn = pfns[i], nr = run_of(pfns + i, n - i);
+		uint64_t pfn, nr;
+
+		for (; i + 1 < n && sg != end && pfns[i + 1] != pfns[i] + 1; i++, entries++)
+			put(++sg, pfns[i], 1);
+		pfn = pfns[i];
+		nr = run_of(pfns + i, n - i);
 
 		i += nr;
 		while (nr) {

@@ -14,3 +14,8 @@ def walk(SGTable table):
         while page_iter_next(&it):
             total += it.pfn
     return total
+
+
+def first_slot(SGTable table):
+    """Return the address of a table's first slot, for the peers in C."""
+    return <uint64_t>table.t.sgl

@@ -58,7 +58,7 @@ class Peers:
 
 
 def cython_walk(source):
-    """Compile sgwalk.pyx on the engine's declarations and return its walk(). Raises peers.NoPeers when it cannot be."""
+    """Compile sgwalk.pyx on the engine's declarations and return the module. Raises peers.NoPeers when it cannot be."""
     if importlib.util.find_spec("Cython") is None:
         raise peers.NoPeers("no Cython")
     folder = Path(tempfile.mkdtemp(prefix="mmcore-bench-"))
@@ -77,7 +77,7 @@ def cython_walk(source):
         loader = importlib.machinery.ExtensionFileLoader("sgwalk", str(target))
         module = importlib.util.module_from_spec(importlib.util.spec_from_loader("sgwalk", loader))
         loader.exec_module(module)
-        return module.walk
+        return module
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -212,19 +212,22 @@ class Bench:
     def walks(self):
         """Walk the pages: the iterator in Cython, its bulk form in Python, over long entries and single pages."""
         try:
-            walk, missing = cython_walk(self.folder / "sgwalk.pyx"), ""
+            module, missing = cython_walk(self.folder / "sgwalk.pyx"), ""
+            walk = module.walk
         except peers.NoPeers as reason:
-            walk, missing = None, str(reason)
+            module, walk, missing = None, None, str(reason)
         rows = []
         for name, pfns in (("512-page entries", 16 + np.arange(self.nr) + np.arange(self.nr) // 512),
                            ("single pages", np.arange(16, 16 + 2 * self.nr, 2))):
             table = mmc.sg_alloc_table_from_pages(mmc.PageList(self.mem, pfns), 0, len(pfns) * PAGE)
             kept = []
             variants = [Variant("iterator", walk and (lambda: walk(table)), missing=missing),
+                        Variant("C iterator", module and self.peers and (
+                            lambda: self.peers.walk(module.first_slot(table), len(table))), missing=missing or self.missing),
                         Variant("bulk", lambda: kept.append(mmc.sg_page_pfns(table)), kept.clear)]
             if walk and walk(table) != int(pfns.sum()):
                 raise RuntimeError("the walk missed pages")
-            bars = [Limit("iterator", 2, self.nr), Limit("bulk", 5, self.nr)]
+            bars = [Limit("iterator", 2, self.nr), Bar("iterator", "C iterator"), Limit("bulk", 5, self.nr)]
             rows += self.rows(f"pages of {name}", variants, self.nr, bars)
             del variants
             kept.clear()

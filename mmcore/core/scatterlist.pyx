@@ -228,12 +228,22 @@ cdef int append_list(append_t *a, const uint64_t *pfns, uint64_t n) noexcept nog
     # What append_run() does for each run, with the state in locals: stores to entries would make the compiler load it anew.
     cdef uint64_t i = 0, k, pfn, take
     cdef uint64_t next_pfn = a.next_pfn, room = a.room, max_pages = a.max_pages, nr_ram = a.m.nr_ram
-    cdef uint32_t offset = a.offset
+    cdef uint32_t offset = a.offset, page = <uint32_t>(ONE << a.shift)
     cdef unsigned shift = a.shift
     cdef sg_t *sg = a.sg
     cdef sg_t *end = a.end
+    cdef sg_t *before
     cdef int error
     while i < n:
+        if offset == 0 and pfns[i] != next_pfn:
+            # Pages that nothing follows: all there is to do is to write their entries.
+            before = sg
+            while i + 1 < n and sg != end and pfns[i] - 1 < nr_ram - 1 and pfns[i + 1] != pfns[i] + 1:
+                sg += 1
+                write_sg(sg, pfns[i], 0, page)
+                i += 1
+            if sg != before:
+                next_pfn, room = pfns[i - 1] + 1, max_pages - 1
         pfn = pfns[i]
         if mm_unlikely(pfn == 0):
             a.why, a.bad = SG_WHY_NULL_PAGE, i

@@ -8,14 +8,29 @@ from mmcore.core.memory cimport *
 from mmcore.core.scatterlist cimport *
 
 cdef struct page_iter_t:        # struct sg_page_iter
-    sg_t *sg                    # the entry under way; NULL at the end
+    sg_t *sg                    # the entry under way
     uint64_t nents              # entries left, this one included
     uint64_t pfn                # the page: valid after page_iter_next()
     uint64_t left               # pages left in the entry
     unsigned shift
 
-cdef bint page_iter_entry(page_iter_t *it) noexcept nogil       # go to the next entry that has pages
 cdef void page_iter_start(page_iter_t *it, sg_t *sgl, uint64_t nents, unsigned shift, uint64_t pgoffset) noexcept nogil
+
+cdef inline bint page_iter_entry(page_iter_t *it) noexcept nogil:
+    """Go to the next entry that has pages: False at the end."""
+    cdef sg_t *sg = it.sg
+    while it.nents > 1:
+        it.nents -= 1
+        sg = next_sg(sg)
+        if mm_unlikely(sg == NULL):
+            break
+        it.left = sg_nr_pages(sg, it.shift)
+        if mm_likely(it.left != 0):
+            it.sg = sg
+            it.pfn = sg_first_pfn(sg, it.shift) - 1
+            return True
+    it.nents = 0
+    return False
 
 cdef inline bint page_iter_next(page_iter_t *it) noexcept nogil:
     """Step to the next page (__sg_page_iter_next): False at the end."""

@@ -15,26 +15,9 @@ __all__ = [
 ]
 
 # ---- pages ----------------------------------------------------------------------------------------------------------
-cdef bint page_iter_entry(page_iter_t *it) noexcept nogil:
-    while it.nents and it.sg != NULL:
-        it.nents -= 1
-        if it.nents == 0:
-            break
-        it.sg = next_sg(it.sg)
-        if it.sg == NULL:
-            break
-        it.left = sg_nr_pages(it.sg, it.shift)
-        if it.left:
-            it.pfn = sg_first_pfn(it.sg, it.shift) - 1
-            return True
-    it.sg = NULL
-    it.nents = 0
-    return False
-
 cdef void page_iter_start(page_iter_t *it, sg_t *sgl, uint64_t nents, unsigned shift, uint64_t pgoffset) noexcept nogil:
     it.sg, it.nents, it.shift, it.left = sgl, nents, shift, 0
     if sgl == NULL or nents == 0:
-        it.sg = NULL
         it.nents = 0
         return
     it.pfn = sg_first_pfn(sgl, shift) - 1
