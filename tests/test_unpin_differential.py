@@ -3,7 +3,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import mmcore as mmc
 from history import History
@@ -14,7 +14,6 @@ SEEDS = st.integers(0, (1 << 32) - 1)
 
 
 # ---- histories ------------------------------------------------------------------------------------------------------
-@settings(max_examples=60)
 @given(st.booleans(), st.lists(SEEDS, min_size=5, max_size=40))
 def test_every_generation_leaves_what_one_page_at_a_time_leaves(huge_zero, seeds):
     history = History(["run", "head", "page", "ranges"], huge_zero)
@@ -209,7 +208,6 @@ def heads(folios):
     return lambda pfn: table.get(pfn, pfn)
 
 
-@settings(max_examples=150)
 @given(listed(), st.integers(0, 500))
 def test_iterators_over_lists(layout, some):
     folios, pfns = layout
@@ -239,7 +237,6 @@ def test_iterators_over_lists(layout, some):
             assert (folio, n) == (None, 1)
 
 
-@settings(max_examples=150)
 @given(packed(), st.data())
 def test_iterators_over_ranges(folios, data):
     mem, head_of = build(folios), heads(folios)

@@ -2,7 +2,7 @@
 from cpython.exc cimport PyErr_Occurred
 from libc.errno cimport EAGAIN, EINTR, ENOMEM, EREMOTEIO
 from libc.string cimport memset
-from mmcore.core.buddy cimport free_folio
+from mmcore.core.buddy cimport FREED_CLEAN_SHIFT, frames_go, frames_hold, free_folio
 from mmcore.core.pagelist cimport as_pages, new_pagelist, filling, pagelist_view
 
 import errno as _errno
@@ -187,13 +187,25 @@ cdef uint64_t release_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil
     b.head_lookups += groups
     return i
 
+cdef inline page_t *freed_head(const batch_t *b, uint64_t i) noexcept nogil:
+    return &b.m.map[b.freed[i] & ((ONE << FREED_CLEAN_SHIFT) - 1)]
+
+cdef bint undo_begin(batch_t *b) noexcept nogil:
+    cdef uint64_t i
+    b.kept = not frames_hold(b.m, b.frees)
+    if b.kept:
+        return False
+    # What this batch brought to 0 is its own to raise again; a reference holds it until the groups are retaken.
+    for i in range(b.nr_freed):
+        a32_store_release(&freed_head(b, i)._refcount, 1)
+    return True
+
 cdef inline void undo_group(batch_t *b, const group_t *g) noexcept nogil:
     if g.head == b.skip:
         return
-    if b.pins:
-        undo_put_pins(&b.m.map[g.head], g.nr_pages > 1, g.count)
-    else:
-        undo_put_refs(&b.m.map[g.head], <uint32_t>g.count)
+    # Not to be had when another thread brought it to 0 and is about to free it: then it stays released.
+    if retake(&b.m.map[g.head], g.nr_pages > 1, b.pins, g.count) and b.pins:
+        b.released -= g.count
 
 cdef void undo_list(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
     cdef uint64_t i = 0
@@ -225,6 +237,7 @@ cdef int batch_begin(batch_t *b, mem_t *m, uint64_t nr_pages, bint pins, bint ma
     b.pins = pins
     b.make_dirty = make_dirty
     b.skip = m.zero_pfn if pins else m.huge_zero_pfn
+    b.frees = stat_sum(m, NR_FREES)
     b.freed_size = nr_pages * sizeof(uint64_t)
     if inject_fails(m, INJECT_ALLOC):
         return -ENOMEM
@@ -239,7 +252,20 @@ cdef int batch_begin(batch_t *b, mem_t *m, uint64_t nr_pages, bint pins, bint ma
             return -ENOMEM
     return 0
 
-cdef void batch_end(batch_t *b) noexcept nogil:
+cdef void undo_end(batch_t *b) noexcept nogil:
+    cdef uint64_t i
+    for i in range(b.nr_freed):
+        a32_fetch_sub_acq_rel(&freed_head(b, i)._refcount, 1)
+    b.nr_freed = 0
+    frames_go(b.m)
+    for i in range(b.nr_dirtied):
+        clear_dirty(b.m, b.dirtied[i])
+
+cdef void batch_finish(batch_t *b) noexcept nogil:
+    if b.released:
+        stat_add(b.m, NR_FOLL_PIN_RELEASED, <int64_t>b.released)
+    if b.nr_freed:
+        free_folios(b.m, b.freed, b.nr_freed)
     stat_add(b.m, OP_REF_ATOMICS, <int64_t>b.ref_atomics)
     stat_add(b.m, OP_PINCOUNT_ATOMICS, <int64_t>b.pincount_atomics)
     stat_add(b.m, OP_HEAD_LOOKUPS, <int64_t>b.head_lookups)
@@ -247,27 +273,18 @@ cdef void batch_end(batch_t *b) noexcept nogil:
     if b.dirtied != NULL:
         buffer_free(b.dirtied, b.dirtied_size)
 
-cdef void batch_finish(batch_t *b) noexcept nogil:
-    if b.released:
-        stat_add(b.m, NR_FOLL_PIN_RELEASED, <int64_t>b.released)
-    if b.nr_freed:
-        free_folios(b.m, b.freed, b.nr_freed)
-    batch_end(b)
-
-cdef void batch_drop(batch_t *b) noexcept nogil:
-    cdef uint64_t i
-    for i in range(b.nr_dirtied):
-        clear_dirty(b.m, b.dirtied[i])
-    batch_end(b)
-
 cdef object no_room(uint64_t n):
     return MMError(_errno.ENOMEM, f"no memory to note the folios that a release of {n} pages may free. Nothing was changed")
 
 cdef object failed(Memory mem, batch_t *b, str call):
-    """Raise what a failed batch ended with; everything is undone already."""
+    """Raise what a failed batch ended with; it is undone already, or kept."""
     if b.error == -EINTR:
         raise_pending()
-    return bad_page(mem, b.error, b.bad_pfn, b.bad_count, call)
+    error = bad_page(mem, b.error, b.bad_pfn, b.bad_count, call)
+    if b.kept:
+        error = BadPage(error.law, error.reason.removesuffix("Nothing was changed") + "What the call released before it got "
+                        "there stays released: other threads freed memory meanwhile", pfn=error.pfn)
+    return error
 
 cdef int generation_arg(object release) except -1:
     if release == "run":
@@ -332,27 +349,28 @@ cdef object release_pages_of(object pages, object npages, int gen, bint pins, bi
         b.error = batch_begin(&b, m, n, pins, make_dirty)
         if b.error == 0 and ranges is None:
             done = release_list(&b, plist.p, n, gen)
-            if done < n:
+            if done < n and undo_begin(&b):
                 undo_list(&b, plist.p, done)
+                undo_end(&b)
         elif b.error == 0:
             left = n
             for i in range(nr_runs):
                 k = min(ranges.count[i], left)
                 done = release_range(&b, plist.p[i], k) if plist.p[i] else k
                 if done < k:
-                    undo_range(&b, plist.p[i], done)
-                    while i > 0:
-                        i -= 1
-                        if plist.p[i]:
-                            undo_range(&b, plist.p[i], ranges.count[i])
+                    if undo_begin(&b):
+                        undo_range(&b, plist.p[i], done)
+                        while i > 0:
+                            i -= 1
+                            if plist.p[i]:
+                                undo_range(&b, plist.p[i], ranges.count[i])
+                        undo_end(&b)
                     break
                 left -= k
                 if left == 0:
                     break
-        if b.error == 0:
+        if b.error != -ENOMEM:
             batch_finish(&b)
-        elif b.m != NULL and b.error != -ENOMEM:
-            batch_drop(&b)
     mem.leave()
     if b.error == -ENOMEM:
         raise no_room(n)
@@ -364,7 +382,6 @@ cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, 
     cdef mem_t *m = &mem.m
     cdef page_t *head = &m.map[pfn]
     cdef bint large = page_is_head(head), newly = False
-    cdef unsigned order = folio_order_of(head)
     cdef int result
     if nr == 0 or pfn == m.zero_pfn:
         return
@@ -389,7 +406,7 @@ cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, 
     stat_add(m, OP_REF_ATOMICS, 1)
     stat_add(m, OP_PINCOUNT_ATOMICS, large)
     if result == FREED:
-        free_folio(m, pfn, order)
+        free_folio(m, pfn, folio_order_of(head))
 
 
 # ---- iterators ----------------------------------------------------------------------------------------------------------------------
@@ -565,11 +582,10 @@ def unpin_user_page_range_dirty_lock(page, npages, make_dirty):
         b.error = batch_begin(&b, m, n, True, dirty)
         if b.error == 0:
             done = release_range(&b, pfn, n)
-            if done < n:
+            if done < n and undo_begin(&b):
                 undo_range(&b, pfn, done)
-                batch_drop(&b)
-            else:
-                batch_finish(&b)
+                undo_end(&b)
+            batch_finish(&b)
     mem.leave()
     if b.error == -ENOMEM:
         raise no_room(n)
@@ -741,10 +757,7 @@ cdef int grab_range(mem_t *m, uint64_t pfn, uint64_t n, unsigned flags, uint64_t
 
 cdef int put_plain(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil:
     """Take back references that the same call added: no look at what they were for."""
-    cdef page_t *head = &m.map[pfn]
-    if a32_fetch_sub_acq_rel(&head._refcount, refs) == refs:
-        return put_last(m, head, refs)
-    return NOT_FREED
+    return FREED if a32_fetch_sub_acq_rel(&m.map[pfn]._refcount, refs) == refs else NOT_FREED
 
 
 def grab_pages(pages, flags=FOLL_PIN):
