@@ -32,8 +32,13 @@ from .core.sgsplit import *
 from .core.sgsplit import __all__ as _sgsplit
 from .core.unpin import *
 from .core.unpin import __all__ as _unpin
+from .drivers.bio import *
+from .drivers.bio import __all__ as _bio
+from .drivers.iov import *
+from .drivers.iov import __all__ as _iov
 
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory",
-           "PAGE_DTYPE", "Page", "PageFlags", "PageType", "Zone", "folio_address", "page_address", *_buddy, *_dma, *_folio,
-           *_iommu, *_lock, *_look, *_pagelist, *_scatterlist, *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit, *_unpin]
+           "PAGE_DTYPE", "Page", "PageFlags", "PageType", "Zone", "folio_address", "page_address", *_bio, *_buddy, *_dma,
+           *_folio, *_iommu, *_iov, *_lock, *_look, *_pagelist, *_scatterlist, *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit,
+           *_unpin]

@@ -1,8 +1,7 @@
 """Making and freeing scatterlist tables."""
-from libc.errno cimport EINVAL
 from mmcore.core.folio cimport count_arg
 from mmcore.core.pagelist cimport PageList, PageRanges, as_pages
-from mmcore.core.scatterlist cimport *
+from mmcore.core.sgappend cimport *
 
 import errno as _errno
 import os
