@@ -1,6 +1,7 @@
 """Tables from tables and from nothing: sg_split, sgl_alloc, sgl_free."""
+from libc.errno cimport EINVAL
 from libc.stdlib cimport free, malloc
-from libc.string cimport memset
+
 from mmcore.core.buddy cimport alloc_pages
 from mmcore.core.folio cimport count_arg
 from mmcore.core.pagelist cimport PageList, filling, new_pagelist
