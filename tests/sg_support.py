@@ -40,6 +40,7 @@ def entries(mem, wanted):
 
 def snapshot(sgt):
     """Everything of a table that a failed call must leave: entries with DMA fields, counts, chunks."""
+    sgt.check()
     total = getattr(sgt, "total_nents", None)
     return (sgt.entries.tobytes(), sgt.nents, sgt.orig_nents, total, sgt.chunks, sgt.mapped)
 

@@ -461,8 +461,13 @@ def test_chained_tables_are_one_list(mem):
     assert front.chunks == [5] and back.chunks == [128, 73]
     with refused(mem, MMError, "chained", errno=16):
         mmc.sg_free_table(back)
+    front.check(), back.check()
     mmc.sg_free_table(front)
     assert back.orig_nents == 200
+    # A front that is dropped, not freed, lets go as well.
+    front = mmc.sg_init_table(mem, 5)
+    mmc.sg_chain(front, 2, back)
+    del front
     mmc.sg_free_table(back)
 
 

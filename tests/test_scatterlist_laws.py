@@ -43,6 +43,7 @@ SEGMENTS = st.sampled_from([PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE, 16 * PAGE, 65536
 
 def check(sgt, model):
     """Entries, chunk sizes, slots and marks are the model's."""
+    sgt.check()
     assert rows(sgt) == model.entries()
     assert sgt.chunks == model.sizes()
     assert sgt.orig_nents == sgt.nents == model.nents

@@ -403,13 +403,13 @@ def test_sg_split_phys_offset(mem):
 # ---- iterators over what changes ---------------------------------------------------------------------------------------------
 def test_entries_and_iterators_after_the_table_is_freed(mem):
     pages, sgt = filled(mem, [(0, 0, PAGE), (1, 0, PAGE)])
-    entry, each = sgt[0], mmc.for_each_sg(sgt)
+    entry, each, fresh, other = sgt[0], mmc.for_each_sg(sgt), mmc.for_each_sg(sgt), iter(sgt)
     next(each)
     page_iter, dma_iter, miter = mmc.sg_page_iter(sgt), mmc.sg_dma_page_iter(sgt), mmc.sg_miter(sgt, SG_MITER_FROM_SG)
     next(page_iter)
     next(miter)
     mmc.sg_free_table(sgt)
-    uses = [lambda: entry.length, lambda: mmc.sg_page(entry), lambda: mmc.sg_next(entry), lambda: next(each),
+    uses = [lambda: entry.length, lambda: mmc.sg_page(entry), lambda: mmc.sg_next(entry), lambda: next(each), lambda: next(fresh), lambda: next(other),
             lambda: next(page_iter), lambda: next(miter), lambda: miter.skip(1), lambda: mmc.sg_mark_end(entry),
             lambda: mmc.sg_set_page(entry, pages[0], 1, 0), lambda: setattr(entry, "dma_address", 1)]
     for use in uses:

@@ -329,3 +329,31 @@ def test_close_waits_for_nobody():
     except MMError as error:
         assert error.errno == 16                    # or refused while it runs
     thread.join()
+
+
+def test_threads_that_map_and_unmap_one_table():
+    """Each mapping is undone once, whoever wins; a table never changes while it is mapped."""
+    mem = Memory("64M")
+    device = mmc.Device(mem, iommu=True)
+    sgt = SGAppendTable(mem)
+    append(sgt, range(100, 1100, 2), 100000)
+    done = [0] * 4
+
+    def work(k):
+        for turn in range(200):
+            try:
+                if k < 2:
+                    mmc.dma_map_sgtable(device, sgt)
+                elif k == 2:
+                    mmc.dma_unmap_sgtable(device, sgt)
+                else:
+                    append(sgt, [2000 + 2 * turn], 100000)
+                done[k] += 1
+            except (MMError, InvalidArgument):
+                time.sleep(0.0001)
+    run_threads(work)
+    if sgt.mapped:
+        mmc.dma_unmap_sgtable(device, sgt)
+    assert device.iova_ranges == [] and device.mappings == 0 and device.domain.stats["leaves"] == 0
+    assert done[2] <= done[0] + done[1] and len(sgt) == 500 + done[3]
+    sgt.check()

@@ -5,6 +5,7 @@ from mmcore.core.folio cimport count_arg
 import bisect
 import enum
 import errno as _errno
+import threading
 
 from .errors import BadPage, InvalidArgument, MMError
 
@@ -177,6 +178,7 @@ cdef class Device:
         elif iommu:
             self.domain = IOMMUDomain(mem)
         self.taken = []
+        self.lock = threading.Lock()
         self.mem = mem
 
     @property
@@ -209,20 +211,22 @@ cdef class Device:
             return ALL_ONES
         align = ONE << (size - 1).bit_length()
         last = self.limits.mask                         # the last free address below what is taken
-        for first, end in [*reversed(self.taken), (0, ONE << self.mem.m.page_shift)]:
-            # IOVA 0 is left out, so that no segment is at address 0.
-            if last >= size - 1:
-                start = (last - (size - 1)) & ~(align - 1)
-                if start >= end:
-                    bisect.insort(self.taken, (start, start + size))
-                    return start
-            if first == 0:
-                break
-            last = first - 1
+        with self.lock:
+            for first, end in [*reversed(self.taken), (0, ONE << self.mem.m.page_shift)]:
+                # IOVA 0 is left out, so that no segment is at address 0.
+                if last >= size - 1:
+                    start = (last - (size - 1)) & ~(align - 1)
+                    if start >= end:
+                        bisect.insort(self.taken, (start, start + size))
+                        return start
+                if first == 0:
+                    break
+                last = first - 1
         return ALL_ONES
 
     cdef void iova_free(self, uint64_t iova):
-        del self.taken[bisect.bisect_left(self.taken, (iova, 0))]
+        with self.lock:
+            del self.taken[bisect.bisect_left(self.taken, (iova, 0))]
 
     @property
     def iova_ranges(self):
@@ -351,7 +355,7 @@ def dma_map_sgtable(device, sgt, direction=DMA.BIDIRECTIONAL):
             with nogil:
                 table.t.nents = make_segments(table.t.sgl, n, ONE << m.page_shift, iova, &dev.limits)
             table.mapping = Mapping(dev, way, iova, size)
-        dev.mappings += 1
+        a64_fetch_add_relaxed(&dev.mappings, 1)
     finally:
         table.write_done()
     return table.t.nents
@@ -385,6 +389,8 @@ def dma_unmap_sgtable(device, sgt, direction=None):
                               f"{direction_arg(direction).name}")
     table.write(False)
     try:
+        if table.mapping is not mapping:
+            raise InvalidArgument("another thread unmapped the table at the same time")
         if mapping.size:
             iova, size = mapping.iova, mapping.size
             dev.domain.enter()
@@ -396,6 +402,6 @@ def dma_unmap_sgtable(device, sgt, direction=None):
         clear_dma(sg, table.t.orig_nents)
         table.t.nents = table.t.orig_nents
         table.mapping = None
-        dev.mappings -= 1
+        a64_fetch_add_relaxed(&dev.mappings, ~<uint64_t>0)
     finally:
         table.write_done()

@@ -8,7 +8,7 @@ import errno as _errno
 
 import numpy as np
 
-from .errors import InvalidArgument, MMError
+from .errors import BadPage, InvalidArgument, MMError
 
 __all__ = ["SGTable", "SGAppendTable", "SGEntry", "SG_DTYPE"]
 
@@ -123,13 +123,52 @@ cdef sg_t *entry_at(sgtable_t *t, uint64_t index) noexcept nogil:
             high = middle
     return t.chunk[low].sgl + (index - t.chunk[low].first)
 
+cdef const char *first_breach(mem_t *m, sgtable_t *t, bint chained, uint64_t *where) noexcept nogil:
+    """The first law that does not hold, and where; NULL when all do. A chained table has one link that is not a chunk's."""
+    cdef uint64_t i, k, slots = 0, index = 0
+    cdef chunk_t *chunk
+    cdef sg_t *sg
+    for i in range(t.nr_chunks):
+        chunk = &t.chunk[i]
+        if chunk.first != index:
+            where[0] = index
+            return "chunks follow each other"
+        slots += chunk.nr
+        for k in range(chunk.nr):
+            sg = chunk.sgl + k
+            where[0] = index
+            if i + 1 < t.nr_chunks and k + 1 == chunk.nr:
+                if sg.page_link != (<uint64_t>t.chunk[i + 1].sgl | SG_CHAIN) or sg.offset or sg.length:
+                    return "the last slot of a chunk links to the next"
+                break
+            if sg_is_chain(sg):
+                if not chained:
+                    return "a link is the last slot of its chunk"
+            elif sg_pfn(sg) and not entry_fits(m, sg_first_pfn(sg, m.page_shift), sg_nr_pages(sg, m.page_shift)):
+                return "entries name pages of the Memory"
+            elif t.prv != NULL and index >= t.orig_nents and (sg_pfn(sg) or sg.length):
+                return "what follows the last entry is blank"
+            index += 1
+        if i + 1 == t.nr_chunks and not chained and not chunk.sgl[chunk.nr - 1].page_link & SG_END:
+            return "the last slot carries the end mark"
+    where[0] = t.total_nents
+    if t.nr_chunks and slots != t.total_nents + t.nr_chunks - 1:
+        return "slots are total_nents and the links"
+    if not chained and (t.nents > t.total_nents or t.orig_nents > t.total_nents):
+        return "entries fit their slots"
+    if t.prv != NULL and t.prv != entry_at(t, t.orig_nents - 1):
+        return "the last entry is the one that is extended"
+    if t.nr_allocs - t.nr_frees != t.nr_chunks:
+        return "chunks are freed once"
+    return NULL
+
 # ---- tables -----------------------------------------------------------------------------------------------------------
 cdef class SGTable:
     """Hold a scatterlist: entries (page, offset, length) and, once it is mapped for DMA, (dma_address, dma_length).
 
     Made by sg_alloc_table() and its kin; SGTable(mem) is an empty one. The CPU's entries are the first orig_nents, the
-    device's the first nents; after an IOMMU merged them the two have nothing to do with each other by index. len(),
-    and sgt[i] for the SGEntry at i. Holds no references on pages. Kernel: struct sg_table.
+    device's the first nents; after an IOMMU merged them the two have nothing to do with each other by index. len() and
+    iteration go by orig_nents; sgt[i] is the SGEntry in slot i, up to .capacity. Holds no references on pages. Kernel: struct sg_table.
     """
 
     def __cinit__(self, *args, **kwargs):
@@ -143,6 +182,9 @@ cdef class SGTable:
         self.mem = mem
 
     def __dealloc__(self):
+        if self.chained is not None:
+            for other in self.chained:
+                (<SGTable>other).nr_users -= 1
         table_free(&self.t)
 
     cdef mem_t *read(self) except NULL:
@@ -182,14 +224,17 @@ cdef class SGTable:
         cdef uint32_t seen = 0
         if self.mem is None:
             raise InvalidArgument("this table was never set up")
-        if structure and self.mapping is not None:
-            raise MMError(_errno.EBUSY, "the table is mapped for DMA: dma_unmap_sgtable() first")
-        if structure and self.nr_users:
-            raise MMError(_errno.EBUSY, f"the table is chained behind {self.nr_users} other(s): free those first")
         m = self.mem.enter()
         if not a32_cas_acq_rel(&self.busy, &seen, BUSY_WRITER):
             self.mem.leave()
             raise MMError(_errno.EBUSY, "another thread's call is using this table: tables need the caller's lock")
+        # Asked once it is ours: nobody can map or chain it any more.
+        if structure and self.mapping is not None:
+            self.write_done()
+            raise MMError(_errno.EBUSY, "the table is mapped for DMA: dma_unmap_sgtable() first")
+        if structure and self.nr_users:
+            self.write_done()
+            raise MMError(_errno.EBUSY, f"the table is chained behind {self.nr_users} other(s): free those first")
         return m
 
     cdef void write_done(self) noexcept:
@@ -266,8 +311,24 @@ cdef class SGTable:
         finally:
             self.read_done()
 
+    def check(self):
+        """Check the laws of the table: links, marks, slots, counts, and pages that exist. Raises BadPage."""
+        cdef mem_t *m = self.read()
+        cdef const char *law
+        cdef uint64_t where = 0
+        try:
+            law = first_breach(m, &self.t, bool(self.chained), &where)
+            if law != NULL:
+                raise BadPage(law.decode(), f"slot or entry {where} of {self!r}")
+        finally:
+            self.read_done()
+
     def __len__(self):
         return self.t.orig_nents
+
+    def __iter__(self):
+        from .sgiter import for_each_sg
+        return for_each_sg(self)
 
     def __getitem__(self, index):
         cdef uint64_t at, i

@@ -214,10 +214,6 @@ def sg_chain(prv, prv_nents, sgl):
         raise InvalidArgument("nothing can be chained to an append table by hand, nor twice to one table")
     if reaches(second, first):
         raise InvalidArgument("the chain would be a ring: no walk over it would end")
-    if second.t.orig_nents == 0:
-        raise InvalidArgument("the table to chain is empty")
-    if isinstance(second, SGAppendTable) and not second.t.prv.page_link & SG_END:
-        raise InvalidArgument("the table to chain is not complete: its last append said that pages will follow")
     first.write(True)
     try:
         if first.t.nr_chunks == 0 or n > first.t.chunk[0].nr or (n == first.t.chunk[0].nr and first.t.nr_chunks > 1):
@@ -226,11 +222,17 @@ def sg_chain(prv, prv_nents, sgl):
         if sg_pfn(slot) or slot.length:
             raise InvalidArgument(f"slot {n - 1} holds an entry, which the link would overwrite: reserve one slot more")
         second.read()
-        link_chunk(slot, second.t.sgl)
-        first.t.nents = first.t.orig_nents = n - 1 + second.t.orig_nents
-        first.chained.append(second)
-        second.nr_users += 1
-        second.read_done()
+        try:
+            if second.t.orig_nents == 0:
+                raise InvalidArgument("the table to chain is empty")
+            if isinstance(second, SGAppendTable) and not second.t.prv.page_link & SG_END:
+                raise InvalidArgument("the table to chain is not complete: its last append said that pages will follow")
+            link_chunk(slot, second.t.sgl)
+            first.t.nents = first.t.orig_nents = n - 1 + second.t.orig_nents
+            first.chained.append(second)
+            second.nr_users += 1
+        finally:
+            second.read_done()
     finally:
         first.write_done()
 

@@ -96,13 +96,15 @@ def for_each_sg(sgt, nents=None):
     cdef SGTable table = table_arg(sgt)
     cdef uint64_t n = count_arg(table.t.orig_nents if nents is None else nents, "nents", 0,
                                 max(table.t.orig_nents, table.t.nents))
-    return entries_of(table, n)
+    return entries_of(table, table.generation, n)
 
-def entries_of(SGTable table, n):
+def entries_of(SGTable table, generation, n):
     cdef SGEntry entry
     cdef uint64_t left = n
     if not left:
         return
+    if generation != table.generation:
+        raise InvalidArgument("the table was freed under the iterator")
     entry = entry_handle(table, table.t.sgl, 0)
     while entry is not None:
         yield entry
@@ -266,10 +268,14 @@ def sg_page_iter(sgt, pgoffset=0):
     cdef SGTable table = table_arg(sgt)
     cdef uint64_t skip = count_arg(pgoffset, "pgoffset", 0, ~<uint64_t>0)
     cdef PageIter pages = PageIter.__new__(PageIter)
-    pages.table = table
-    pages.generation = table.generation
-    pages_of(table)
-    page_iter_start(&pages.it, table.t.sgl, table.t.orig_nents, table.mem.m.page_shift, skip)
+    cdef mem_t *m = table.read()
+    try:
+        pages.table = table
+        pages.generation = table.generation
+        pages_of(table)
+        page_iter_start(&pages.it, table.t.sgl, table.t.orig_nents, m.page_shift, skip)
+    finally:
+        table.read_done()
     return pages
 
 
@@ -333,11 +339,11 @@ def dma_pages(SGTable table, generation, skip):
     mask = page - 1
     while i < table.t.nents:
         i += 1
+        if generation != table.generation:
+            raise InvalidArgument("the table was freed under the iterator")
         entry = entry_handle(table, table.t.sgl, 0) if entry is None else following(entry)
         if entry is None:
             return
-        if generation != table.generation:
-            raise InvalidArgument("the table was freed under the iterator")
         at = entry.dma_address
         nr = entry.dma_length
         nr = ((at & mask) + nr + mask) // page if nr else 0
