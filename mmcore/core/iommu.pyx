@@ -91,15 +91,18 @@ cdef int leaf_level(const iommu_t *d, uint64_t aligned, uint64_t size) noexcept 
         level -= 1
     return 0
 
-cdef int map_leaf(iommu_t *d, uint64_t iova, uint64_t word, int level) noexcept nogil:
+cdef int map_leaves(iommu_t *d, uint64_t iova, uint64_t phys, uint64_t count, int level, unsigned prot,
+                    uint64_t *done) noexcept nogil:
+    """Write up to `count` leaves of one level, as far as they lie in one table; done grows by the bytes. 0 or an error."""
     cdef iommu_node_t *path[IOMMU_LEVELS]
     cdef iommu_node_t *node = d.root
     cdef iommu_node_t *fresh
     cdef uint64_t *entry
-    cdef int at = d.top
+    cdef uint64_t slot, k = 0, span = ONE << level_shift(d, level)
+    cdef int at = d.top, error = 0
+    path[at] = node
     while at > level:
         entry = &node.entry[slot_of(d, iova, at)]
-        path[at] = node
         if entry[0] == 0:
             fresh = node_alloc(d)
             if fresh == NULL:
@@ -112,15 +115,27 @@ cdef int map_leaf(iommu_t *d, uint64_t iova, uint64_t word, int level) noexcept 
             return -EEXIST
         node = <iommu_node_t *>entry[0]
         at -= 1
-    entry = &node.entry[slot_of(d, iova, level)]
-    if entry[0]:
-        return -EEXIST
-    entry[0] = word
-    node.nr_used += 1
-    d.leaves += 1
-    d.maps += 1
-    d.mapped += ONE << level_shift(d, level)
-    return 0
+        path[at] = node
+    slot = slot_of(d, iova, level)
+    while k < count and slot < ONE << d.bits:
+        if node.entry[slot]:
+            error = -EEXIST
+            break
+        if d.m != NULL and mm_unlikely(inject_fails(d.m, INJECT_IOMMU_MAP)):
+            error = -ENOMEM
+            break
+        node.entry[slot] = phys | IOMMU_LEAF | prot
+        phys += span
+        slot += 1
+        k += 1
+    node.nr_used += k
+    d.leaves += k
+    d.maps += k
+    d.mapped += k * span
+    done[0] += k * span
+    if error:
+        prune(d, iova, path, level)
+    return error
 
 cdef void prune(iommu_t *d, uint64_t iova, iommu_node_t **path, int at) noexcept nogil:
     """Free the tables on the way down to path[at] that have no entries, from the bottom up."""
@@ -134,39 +149,47 @@ cdef void prune(iommu_t *d, uint64_t iova, iommu_node_t **path, int at) noexcept
         path[at].nr_used -= 1
         node_free(d, node)
 
-cdef uint64_t unmap_leaf(iommu_t *d, uint64_t iova) noexcept nogil:
-    """Clear the leaf that maps an IOVA; its size, 0 when there is none."""
+cdef uint64_t unmap_leaves(iommu_t *d, uint64_t iova, uint64_t size) noexcept nogil:
+    """Clear the leaf that maps an IOVA and those after it in its table, up to `size` bytes; the bytes from there, or 0.
+
+    All of the first and the last leaf go; what lies before iova is not counted.
+    """
     cdef iommu_node_t *path[IOMMU_LEVELS]
     cdef iommu_node_t *node = d.root
-    cdef uint64_t *entry
+    cdef uint64_t slot, done, span, k = 1
     cdef int at = d.top
     while True:
         path[at] = node
-        entry = &node.entry[slot_of(d, iova, at)]
-        if entry[0] == 0:
+        slot = slot_of(d, iova, at)
+        if node.entry[slot] == 0:
             return 0
-        if entry[0] & IOMMU_LEAF:
+        if node.entry[slot] & IOMMU_LEAF:
             break
-        node = <iommu_node_t *>entry[0]
+        node = <iommu_node_t *>node.entry[slot]
         at -= 1
-    entry[0] = 0
-    node.nr_used -= 1
-    d.leaves -= 1
-    d.unmaps += 1
-    d.mapped -= ONE << level_shift(d, at)
+    span = ONE << level_shift(d, at)
+    done = span - (iova & (span - 1))
+    node.entry[slot] = 0
+    while done < size and slot + 1 < ONE << d.bits and node.entry[slot + 1] & IOMMU_LEAF:
+        slot += 1
+        node.entry[slot] = 0
+        done += span
+        k += 1
+    node.nr_used -= k
+    d.leaves -= k
+    d.unmaps += k
+    d.mapped -= k * span
     prune(d, iova, path, at)
-    return ONE << level_shift(d, at)
+    return done
 
 # ---- the calls --------------------------------------------------------------------------------------------------------
 cdef uint64_t unmap_range(iommu_t *d, uint64_t iova, uint64_t size) noexcept nogil:
-    cdef uint64_t done = 0, leaf
-    cdef int level
+    cdef uint64_t done = 0, n
     while done < size:
-        leaf = unmap_leaf(d, iova + done)
-        if leaf == 0:
+        n = unmap_leaves(d, iova + done, size - done)
+        if n == 0:
             break
-        # All of the leaf went; what lies before iova is not counted.
-        done += leaf - ((iova + done) & (leaf - 1))
+        done += n
     return done
 
 cdef bint any_mapped(iommu_t *d, iommu_node_t *node, int level, uint64_t base, uint64_t first, uint64_t last) noexcept nogil:
@@ -195,13 +218,9 @@ cdef int iommu_map(iommu_t *d, uint64_t iova, uint64_t phys, uint64_t size, unsi
     if any_mapped(d, d.root, d.top, 0, iova, iova + (size - 1)):
         error = -EEXIST
     while error == 0 and done < size:
+        # To the end of its table no larger leaf can fit: only its first entry is aligned for one.
         level = leaf_level(d, (iova + done) | (phys + done), size - done)
-        if d.m != NULL and inject_fails(d.m, INJECT_IOMMU_MAP):
-            error = -ENOMEM
-        else:
-            error = map_leaf(d, iova + done, (phys + done) | IOMMU_LEAF | (prot & 7), level)
-        if error == 0:
-            done += ONE << level_shift(d, level)
+        error = map_leaves(d, iova + done, phys + done, (size - done) >> level_shift(d, level), level, prot & 7, &done)
     if error and done:
         unmap_range(d, iova, done)
     pthread_mutex_unlock(&d.lock)
