@@ -152,6 +152,11 @@ cdef uint64_t make_segments(sg_t *sgl, uint64_t nents, uint64_t page, uint64_t i
         sg = next_sg(sg)
     return count
 
+def _fit(first, end, size):
+    """Return the highest start of an aligned range of this size in [first, end), or None."""
+    start = (end - size) & -(1 << (size - 1).bit_length())
+    return start if end >= size and start >= first else None
+
 # ---- devices ------------------------------------------------------------------------------------------------------------
 cdef class Device:
     """Stand for a device that does DMA: its limits, and how its addresses become physical ones.
@@ -202,27 +207,26 @@ cdef class Device:
         return self.domain is not None
 
     cdef uint64_t iova_alloc(self, uint64_t size) except? 0:
-        """The highest range that fits below the mask, aligned to its size rounded up to a power of two.
+        """A range below all that are taken, or else the highest hole that fits; aligned to its size as a power of two.
 
         So a range not longer than the boundary never crosses one, and places in a longer one are as if it began at 0.
         """
-        cdef uint64_t align, last, start
         if size > ONE << 63:
             return ALL_ONES
-        align = ONE << (size - 1).bit_length()
-        last = self.limits.mask                         # the last free address below what is taken
         with self.lock:
-            for first, end in [*reversed(self.taken), (0, ONE << self.mem.m.page_shift)]:
-                # IOVA 0 is left out, so that no segment is at address 0.
-                if last >= size - 1:
-                    start = (last - (size - 1)) & ~(align - 1)
-                    if start >= end:
-                        bisect.insort(self.taken, (start, start + size))
-                        return start
-                if first == 0:
-                    break
-                last = first - 1
-        return ALL_ONES
+            last = self.dma_mask + 1
+            # IOVA 0 is left out, so that no segment is at address 0.
+            start = _fit(self.mem.page_size, self.taken[0][0] if self.taken else last, size)
+            if start is None:
+                for first, end in reversed(self.taken):
+                    start = _fit(end, last, size)
+                    if start is not None:
+                        break
+                    last = first
+            if start is None:
+                return ALL_ONES
+            bisect.insort(self.taken, (start, start + size))
+            return start
 
     cdef void iova_free(self, uint64_t iova):
         with self.lock:
