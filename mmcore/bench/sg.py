@@ -57,25 +57,26 @@ class Peers:
             setattr(self, name, function)
 
 
-def cython_walk(source):
-    """Compile sgwalk.pyx on the engine's declarations and return the module. Raises peers.NoPeers when it cannot be."""
+def cython_module(source):
+    """Compile a .pyx file on the engine's declarations and return the module. Raises peers.NoPeers when it cannot be."""
+    name = source.stem
     if importlib.util.find_spec("Cython") is None:
         raise peers.NoPeers("no Cython")
     folder = Path(tempfile.mkdtemp(prefix="mmcore-bench-"))
     try:
         package = str(Path(mmc.__file__).parent.parent)
-        done = subprocess.run([sys.executable, "-m", "cython", "-3", "-I", package, str(source), "-o", str(folder / "sgwalk.c")],
+        done = subprocess.run([sys.executable, "-m", "cython", "-3", "-I", package, str(source), "-o", str(folder / "module.c")],
                               capture_output=True, text=True)
         if done.returncode:
             raise peers.NoPeers(f"{source.name} does not compile: {done.stderr.strip().splitlines()[-1:]}")
-        target = folder / "sgwalk.so"
+        target = folder / f"{name}.so"
         command = [*peers.compiler(), *peers.flags(), f"-I{peers.INCLUDE}", f"-I{sysconfig.get_path('include')}",
-                   str(folder / "sgwalk.c"), "-o", str(target)]
+                   str(folder / "module.c"), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise peers.NoPeers(f"sgwalk.c does not compile: {done.stderr.strip().splitlines()[-1:]}")
-        loader = importlib.machinery.ExtensionFileLoader("sgwalk", str(target))
-        module = importlib.util.module_from_spec(importlib.util.spec_from_loader("sgwalk", loader))
+            raise peers.NoPeers(f"{name}.c does not compile: {done.stderr.strip().splitlines()[-1:]}")
+        loader = importlib.machinery.ExtensionFileLoader(name, str(target))
+        module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
         loader.exec_module(module)
         return module
     finally:
@@ -212,7 +213,7 @@ class Bench:
     def walks(self):
         """Walk the pages: the iterator in Cython, its bulk form in Python, over long entries and single pages."""
         try:
-            module, missing = cython_walk(self.folder / "sgwalk.pyx"), ""
+            module, missing = cython_module(self.folder / "sgwalk.pyx"), ""
             walk = module.walk
         except peers.NoPeers as reason:
             module, walk, missing = None, None, str(reason)

@@ -104,7 +104,7 @@ cdef inline uint64_t run_of(const uint64_t *p, uint64_t n) noexcept nogil:
 
 cdef int append_list(append_t *a, const uint64_t *pfns, uint64_t n) noexcept nogil:
     # What append_run() does for each run, with the state in locals: stores to entries would make the compiler load it anew.
-    cdef uint64_t i = 0, k, pfn, take
+    cdef uint64_t i = 0, k, pfn, take, rest = a.left - n    # pages that may come behind the list, in the same call
     cdef uint64_t next_pfn = a.next_pfn, room = a.room, max_pages = a.max_pages, nr_ram = a.m.nr_ram
     cdef uint32_t offset = a.offset, page = <uint32_t>(ONE << a.shift)
     cdef unsigned shift = a.shift
@@ -112,6 +112,9 @@ cdef int append_list(append_t *a, const uint64_t *pfns, uint64_t n) noexcept nog
     cdef sg_t *end = a.end
     cdef sg_t *before
     cdef int error
+    if mm_unlikely(n > a.left):
+        a.why = SG_WHY_TOO_MANY
+        return -EINVAL
     while i < n:
         if offset == 0 and pfns[i] != next_pfn:
             # Pages that nothing follows: all there is to do is to write their entries.
@@ -129,7 +132,7 @@ cdef int append_list(append_t *a, const uint64_t *pfns, uint64_t n) noexcept nog
         k = run_of(pfns + i, n - i)
         i += k
         if mm_unlikely(pfn + k > nr_ram):
-            a.sg, a.next_pfn, a.room, a.offset, a.left = sg, next_pfn, room, offset, n - i + k
+            a.sg, a.next_pfn, a.room, a.offset, a.left = sg, next_pfn, room, offset, rest + n - i + k
             error = append_mixed(a, pfn, k)
             if error:
                 return error
@@ -143,7 +146,7 @@ cdef int append_list(append_t *a, const uint64_t *pfns, uint64_t n) noexcept nog
             k -= take
         while k:
             if mm_unlikely(sg == end):
-                a.sg, a.left = sg, n - i + k
+                a.sg, a.left = sg, rest + n - i + k
                 error = append_next(a)
                 if error:
                     return error
@@ -156,7 +159,7 @@ cdef int append_list(append_t *a, const uint64_t *pfns, uint64_t n) noexcept nog
             pfn += take
             k -= take
         next_pfn = pfn
-    a.sg, a.next_pfn, a.room, a.offset, a.left = sg, next_pfn, room, offset, 0
+    a.sg, a.next_pfn, a.room, a.offset, a.left = sg, next_pfn, room, offset, rest
     return 0
 
 cdef int append_finish(append_t *a, uint64_t tail) noexcept nogil:
