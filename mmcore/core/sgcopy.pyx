@@ -152,6 +152,7 @@ cdef uint64_t copy_pieces(mem_t *m, pieces_t walk, uint8_t *buf, uint64_t length
     cdef piece_t piece, ahead
     cdef uint64_t moved = 0, n, fetch
     cdef bint state, more, stream = length >= STREAM_TOTAL
+    ahead.at = 0
     more = pieces_next(&walk, &piece)
     while more:
         more = pieces_next(&walk, &ahead)
