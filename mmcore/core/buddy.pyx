@@ -223,7 +223,7 @@ cdef int alloc_folio_at(mem_t *m, uint64_t pfn, unsigned order, bint hugetlb) no
 # ---- freeing --------------------------------------------------------------------------------------------------------
 cdef void wipe(mem_t *m, uint64_t pfn, unsigned order) noexcept nogil:
     """Write struct pages back to what a free frame looks like; a broken page keeps its mark, and is retired."""
-    cdef uint64_t i, zone = m.map[pfn].flags & ~((ONE << ZONE_SHIFT) - 1)
+    cdef uint64_t i, zone = a64_load_relaxed(&m.map[pfn].flags) & ~((ONE << ZONE_SHIFT) - 1)
     for i in range(pfn, pfn + (ONE << order)):
         if mm_unlikely(test_flag(&m.map[i], PG_hwpoison)):
             page_init(&m.map[i], zone | (ONE << PG_hwpoison) | (ONE << PG_mm_retired), 0)

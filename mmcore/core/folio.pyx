@@ -77,21 +77,14 @@ cdef int put_last_wrong(mem_t *m, const page_t *head) noexcept nogil:
     return 0
 
 cdef int put_pins_last(mem_t *m, page_t *head, bint large, uint32_t old, uint32_t amount) noexcept nogil:
-    """Decide about pins whose drop left the count, `old` before, at 0 or below: FREED, or a BAD_* code after undoing."""
+    """Decide about pins whose drop takes the count, `old` now, to 0 or below: 0 when it may, else a BAD_* code."""
     cdef int bad
-    cdef uint32_t now
     if old == amount:
         bad = put_last_wrong(m, head)
-        if bad == 0:
-            return FREED
     else:
         bad = BAD_UNDERFLOW if large else BAD_UNPINNED
-    now = a32_fetch_add_acq_rel(&head._refcount, amount) + amount
-    if large:
+    if bad and large:
         a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
-    if now == 0 and old != 0:
-        # While the count was wrong, others dropped the last references and could not see it.
-        free_folio(m, <uint64_t>(head - m.map), folio_order_of(head))
     return bad
 
 # ---- taking references --------------------------------------------------------------------------------------------------

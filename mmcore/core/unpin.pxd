@@ -108,8 +108,9 @@ cdef inline bint next_small(const page_t *map, const uint64_t *pfns, uint64_t n,
     return True
 
 cdef inline void next_head(const page_t *map, const uint64_t *pfns, uint64_t n, group_t *g) noexcept nogil:
+    """The group as the kernel finds it; g.nr_pages is not looked up."""
     cdef uint64_t i = 1
-    g.nr_pages = folio_at(map, pfns[0], &g.head)
+    g.head = compound_head_pfn(map, pfns[0])
     while i < n and compound_head_pfn(map, pfns[i]) == g.head:
         i += 1
     g.count = i

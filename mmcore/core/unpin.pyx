@@ -27,7 +27,7 @@ cdef inline void note_freed(batch_t *b, uint64_t pfn, page_t *head, bint large) 
     if large:
         order = folio_order_of(head)
     else:
-        clean = (head.flags ^ ((head.flags >> ZONE_SHIFT) << ZONE_SHIFT)) == 0 \
+        clean = (a64_load_relaxed(&head.flags) & ((ONE << ZONE_SHIFT) - 1)) == 0 \
             and (head.compound_info | head.lru_prev | head.mapping | head.index | head.private | head.memcg_data) == 0 \
             and head._mapcount == -1
     b.freed[b.nr_freed] = freed_word(pfn, order, clean)
@@ -38,6 +38,8 @@ cdef int dirty_once(batch_t *b, uint64_t pfn, page_t *head) noexcept nogil:
     cdef int error
     if test_flag(head, PG_dirty) or pfn == b.m.zero_pfn:
         return 0
+    if refs_load(head) == 0:
+        return BAD_UNPINNED     # free: nobody's to mark
     error = lock_wait(b.m, pfn)
     if error:
         return error
@@ -47,32 +49,75 @@ cdef int dirty_once(batch_t *b, uint64_t pfn, page_t *head) noexcept nogil:
     unlock(b.m, pfn)
     return 0
 
-cdef inline int release_group(batch_t *b, uint64_t pfn, bint large, uint64_t count) noexcept nogil:
-    """Drop `count` pins or references of one folio: 0, or the error, with the folio as it was."""
-    cdef page_t *head = &b.m.map[pfn]
+cdef bint dirty_refused(batch_t *b, uint64_t pfn, uint64_t count) noexcept nogil:
+    cdef int error = dirty_once(b, pfn, &b.m.map[pfn])
+    if error:
+        b.error, b.bad_pfn, b.bad_count = error, pfn, count
+    return error != 0
+
+cdef bint put_refused(batch_t *b, uint64_t pfn, bint large, uint64_t count, int result) noexcept nogil:
+    """What follows a put that did not just lower a counter: remember a folio to free, or the error."""
+    if result == FREED:
+        note_freed(b, pfn, &b.m.map[pfn], large)
+        return False
+    b.error, b.bad_pfn, b.bad_count = result, pfn, count
+    return True
+
+# What a walk keeps in registers: a batch_t is memory, which every atomic makes the compiler load anew. And a locked
+# operation waits for the stores before it, even to the stack: so nothing is counted for the commonest group, a small
+# folio once in the list; the numbers of groups follow from what is counted for all others.
+cdef struct walk_t:
+    mem_t *m
+    page_t *map
+    uint64_t skip
+    bint pins
+    bint make_dirty
+    bint plain                  # pins, and nothing to be marked dirty
+    uint64_t skipped            # entries without a counter: NULL, and pages that are passed over
+    uint64_t skipped_groups
+    uint64_t merged             # entries that needed no update of their own
+    uint64_t large              # updates of large folios
+
+cdef inline void walk_begin(const batch_t *b, walk_t *w) noexcept nogil:
+    w.m, w.map, w.skip, w.pins, w.make_dirty = b.m, b.m.map, b.skip, b.pins, b.make_dirty
+    w.plain = b.pins and not b.make_dirty
+    w.skipped = 0
+    w.skipped_groups = 0
+    w.merged = 0
+    w.large = 0
+
+cdef inline uint64_t walk_end(batch_t *b, const walk_t *w, uint64_t done, bint look_at_all) noexcept nogil:
+    """Add to the batch what a walk over `done` entries did, with a look-up for each of them or one a group."""
+    cdef uint64_t updates = done - w.skipped - w.merged
+    if w.pins:
+        b.released += done - w.skipped
+        b.pincount_atomics += w.large
+    b.ref_atomics += updates
+    b.head_lookups += done if look_at_all else updates + w.skipped_groups
+    return done
+
+cdef inline bint release_group(batch_t *b, walk_t *w, uint64_t pfn, bint large, uint64_t count) noexcept nogil:
+    """Drop `count` pins or references of one folio. True when that was refused: b.error says why, the folio is as it was."""
+    cdef page_t *head = &w.map[pfn]
     cdef int result
-    if mm_unlikely(pfn == b.skip):
-        return 0
-    if b.make_dirty:
-        result = dirty_once(b, pfn, head)
-        if mm_unlikely(result):
-            b.error, b.bad_pfn, b.bad_count = result, pfn, count
-            return result
-    if b.pins:
-        result = put_pins(b.m, head, large, count)
-        b.released += count
-        b.pincount_atomics += large
+    if mm_unlikely(pfn == w.skip or pfn == 0):
+        w.skipped += count
+        w.skipped_groups += 1
+        return False
+    if mm_unlikely(w.make_dirty) and dirty_refused(b, pfn, count):
+        return True
+    if mm_likely(w.pins):
+        result = put_pins(w.m, head, large, count)
     else:
-        result = put_refs(b.m, head, large, <uint32_t>count) if count <= 0xffffffffu else BAD_UNDERFLOW
-    b.ref_atomics += 1
-    if mm_unlikely(result != NOT_FREED):
-        if result < 0:
-            if b.pins:
-                b.released -= count
-            b.error, b.bad_pfn, b.bad_count = result, pfn, count
-            return result
-        note_freed(b, pfn, head, large)
-    return 0
+        result = put_refs(w.m, head, large, <uint32_t>count) if count <= 0xffffffffu else BAD_UNDERFLOW
+    if mm_unlikely(result != NOT_FREED) and put_refused(b, pfn, large, count, result):
+        return True
+    if large:
+        w.large += 1
+        w.merged += count - 1
+    elif mm_unlikely(count > 1):
+        w.merged += count - 1
+    return False
 
 # ---- walks ------------------------------------------------------------------------------------------------------------------
 # Prefetching, by measurement (4 Mi pages, nothing warm): a small folio's line 128 entries ahead, one an entry; short groups
@@ -115,77 +160,159 @@ cdef inline void look_along(const page_t *map, uint64_t pfn, uint64_t i, uint64_
         prefetch_write(&map[pfn + i + 2 * g.count])
         prefetch_write(&map[pfn + i + 2 * g.count + 1])
 
-cdef uint64_t walk_page(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
-    cdef page_t *map = b.m.map
-    cdef uint64_t i = 0, head
+# Pins, and nothing to be marked dirty: what a walk is nearly always about. A loop around a locked operation costs what its
+# other instructions cost on top, it waits for its own stores even to the stack, and one that misses the caches has the more
+# misses under way the shorter it is. So each generation has a loop that only lowers counters, and stops where anything else
+# is to be done: a page that is passed over, a counter that ends or is short, somebody else at the same counter, and, so
+# that nothing is counted for the commonest group, a small folio twice in a row. release_list() does that by the book.
+cdef inline bint unpin_small(page_t *page) noexcept nogil:
+    """One pin off a small folio that keeps references and that nobody else is changing; False with nothing changed."""
+    cdef uint32_t old = refs_load(page)
+    return old > GUP_PIN_COUNTING_BIAS and a32_cas_acq_rel(&page._refcount, &old, old - GUP_PIN_COUNTING_BIAS)
+
+cdef inline bint unpin_large(page_t *head, uint64_t pins) noexcept nogil:
+    """The same for a large folio."""
+    cdef uint32_t old = pincount_load(head)
+    if old < pins or not a32_cas_acq_rel(&as_folio(head)._pincount, &old, old - <uint32_t>pins):
+        return False
+    old = refs_load(head)
+    if mm_likely(old > pins and a32_cas_acq_rel(&head._refcount, &old, old - <uint32_t>pins)):
+        return True
+    a32_fetch_add_acq_rel(&as_folio(head)._pincount, <uint32_t>pins)
+    return False
+
+cdef uint64_t plain_page(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *w) noexcept nogil:
+    cdef uint64_t i = 0, large = 0, pfn, word, skip = w.skip
     while i < n:
-        if mm_likely(pfns[i] != 0):
-            head = compound_head_pfn(map, pfns[i])
-            if mm_unlikely(release_group(b, head, page_is_head(&map[head]), 1) != 0):
+        pfn = pfns[i]
+        word = a64_load_relaxed(&map[pfn].compound_info)
+        # Branches, where the look-up of a head has none: a predicted address does not wait for a word that misses.
+        if word & 1:
+            pfn = head_of(pfn, word)
+            if mm_unlikely(pfn == skip or not unpin_large(&map[pfn], 1)):
                 break
-        i += 1
-    b.head_lookups += i
-    return i
-
-cdef uint64_t walk_head(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
-    cdef page_t *map = b.m.map
-    cdef uint64_t i = 0
-    cdef group_t g
-    while i < n:
-        if mm_unlikely(pfns[i] == 0):
-            i += 1
-            continue
-        next_head(map, pfns + i, n - i, &g)
-        if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
+            large += 1
+        elif pfn == skip or pfn == 0:
             break
-        i += g.count
-    b.head_lookups += i
+        elif page_is_head(&map[pfn]):
+            if mm_unlikely(not unpin_large(&map[pfn], 1)):
+                break
+            large += 1
+        elif mm_unlikely(not unpin_small(&map[pfn])):
+            break
+        i += 1
+    w.large += large
     return i
 
-cdef uint64_t walk_run(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
-    cdef page_t *map = b.m.map
-    cdef uint64_t i = 0, next = 0, groups = 0
+cdef uint64_t plain_head(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *w) noexcept nogil:
+    cdef uint64_t i = 0, j, large = 0, merged = 0, skip = w.skip
+    cdef uint64_t head = compound_head_pfn(map, pfns[0]), next = 0
+    while i < n:
+        j = i + 1
+        while j < n:
+            next = compound_head_pfn(map, pfns[j])
+            if next != head:
+                break
+            j += 1
+        if head == skip or head == 0:
+            break
+        if page_is_head(&map[head]):
+            if mm_unlikely(not unpin_large(&map[head], j - i)):
+                break
+            large += 1
+            merged += j - i - 1
+        elif mm_unlikely(j - i > 1 or not unpin_small(&map[head])):
+            break
+        head = next
+        i = j
+    w.large += large
+    w.merged += merged
+    return i
+
+cdef uint64_t plain_run(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *w) noexcept nogil:
+    cdef uint64_t i = 0, next = 0, large = 0, merged = 0, pfn, word, skip = w.skip
     cdef group_t g
     g.count = 1
     while i < n:
-        if next_small(map, pfns + i, n - i, &g):
-            if i + FAR < n:
-                prefetch_write(&map[pfns[i + FAR]])
-            if mm_likely(g.head != 0) and mm_unlikely(release_group(b, g.head, False, g.count) != 0):
-                break
+        pfn = pfns[i]
+        word = a64_load_relaxed(&map[pfn].compound_info)
+        if word & 1:
+            g.nr_pages = ONE << tail_word_order(word)
+            g.head = pfn & ~(g.nr_pages - 1)
+        elif page_is_head(&map[pfn]):
+            g.nr_pages = ONE << (a64_load_relaxed(&as_folio(&map[pfn])._flags_1) & 0xff)
+            g.head = pfn
         else:
-            if g.count < SHORT_GROUP:
-                next = look_far(map, pfns, i, n, next)
-            next_run(map, pfns + i, n - i, &g)
-            if g.count >= SHORT_GROUP:
-                look_two_groups_on(map, pfns, i + g.count, n, &g)
-            if mm_unlikely(release_group(b, g.head, True, g.count) != 0):
+            if mm_likely(i + FAR < n):
+                prefetch_write(&map[pfns[i + FAR]])
+                if mm_unlikely(pfns[i + 1] == pfn):
+                    break
+            elif i + 1 < n and pfns[i + 1] == pfn:
                 break
-        groups += 1
+            if mm_unlikely(pfn == skip or pfn == 0 or not unpin_small(&map[pfn])):
+                break
+            g.count = 1
+            i += 1
+            continue
+        if g.count < SHORT_GROUP:
+            next = look_far(map, pfns, i, n, next)
+        g.count = run_length(pfns + i, n - i, g.head, g.nr_pages)
+        if g.count >= SHORT_GROUP:
+            look_two_groups_on(map, pfns, i + g.count, n, &g)
+        if mm_unlikely(g.head == skip or not unpin_large(&map[g.head], g.count)):
+            break
+        large += 1
         i += g.count
-    b.head_lookups += groups
+        merged += g.count - 1
+    w.large += large
+    w.merged += merged
     return i
 
 cdef uint64_t release_list(batch_t *b, const uint64_t *pfns, uint64_t n, int gen) noexcept nogil:
-    if gen == GEN_RUN:
-        return walk_run(b, pfns, n)
-    if gen == GEN_HEAD:
-        return walk_head(b, pfns, n)
-    return walk_page(b, pfns, n)
+    cdef uint64_t i = 0
+    cdef group_t g
+    cdef walk_t w
+    walk_begin(b, &w)
+    while i < n:
+        if w.plain:
+            if gen == GEN_RUN:
+                i += plain_run(w.map, pfns + i, n - i, &w)
+            elif gen == GEN_HEAD:
+                i += plain_head(w.map, pfns + i, n - i, &w)
+            else:
+                i += plain_page(w.map, pfns + i, n - i, &w)
+            if i == n:
+                break
+        elif gen == GEN_RUN and i + FAR < n:
+            prefetch_write(&w.map[pfns[i + FAR]])
+        # One group by the book. PFN 0 is a page of its own, so that NULL is a group like any other.
+        if gen == GEN_RUN:
+            next_run(w.map, pfns + i, n - i, &g)
+        elif gen == GEN_HEAD:
+            next_head(w.map, pfns + i, n - i, &g)
+        else:
+            g.head = compound_head_pfn(w.map, pfns[i])
+            g.count = 1
+        if mm_unlikely(release_group(b, &w, g.head, page_is_head(&w.map[g.head]), g.count)):
+            break
+        i += g.count
+    return walk_end(b, &w, i, gen != GEN_RUN)
 
 cdef uint64_t release_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil:
-    cdef page_t *map = b.m.map
-    cdef uint64_t i = 0, groups = 0
+    cdef uint64_t i = 0
     cdef group_t g
+    cdef walk_t w
+    walk_begin(b, &w)
     while i < n:
-        next_in_range(map, pfn + i, n - i, &g)
-        look_along(map, pfn, i, n, &g)
-        if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
+        next_in_range(w.map, pfn + i, n - i, &g)
+        look_along(w.map, pfn, i, n, &g)
+        if g.nr_pages > 1:
+            if mm_unlikely(release_group(b, &w, g.head, True, g.count)):
+                break
+        elif mm_unlikely(release_group(b, &w, g.head, False, g.count)):
             break
-        groups += 1
         i += g.count
-    b.head_lookups += groups
-    return i
+    return walk_end(b, &w, i, False)
 
 cdef inline page_t *freed_head(const batch_t *b, uint64_t i) noexcept nogil:
     return &b.m.map[b.freed[i] & ((ONE << FREED_CLEAN_SHIFT) - 1)]
@@ -254,12 +381,14 @@ cdef int batch_begin(batch_t *b, mem_t *m, uint64_t nr_pages, bint pins, bint ma
 
 cdef void undo_end(batch_t *b) noexcept nogil:
     cdef uint64_t i
+    for i in range(b.nr_dirtied):
+        # At 0 another thread is about to free it, and counts its dirt.
+        if refs_load(&b.m.map[b.dirtied[i]]) != 0:
+            clear_dirty(b.m, b.dirtied[i])
     for i in range(b.nr_freed):
         a32_fetch_sub_acq_rel(&freed_head(b, i)._refcount, 1)
     b.nr_freed = 0
     frames_go(b.m)
-    for i in range(b.nr_dirtied):
-        clear_dirty(b.m, b.dirtied[i])
 
 cdef void batch_finish(batch_t *b) noexcept nogil:
     if b.released:
