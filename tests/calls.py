@@ -1,5 +1,7 @@
 """Every public call, by what its arguments are: for calling all of them wrongly."""
 import mmcore as mmc
+from mmcore.core import dma, iommu, scatterlist, sgalloc, sgcopy, sgdraw, sgiter, sgsplit
+from mmcore.drivers import bio, iov
 
 # What an argument is. `live`: the folio must not be free, also where the call only looks.
 FOLIO, LIVE_FOLIO, PAGE, LIVE_PAGE, PAGES, FOLIOS, MEMORY = "folio", "live folio", "page", "live page", "pages", "folios", "mem"
@@ -49,6 +51,12 @@ CALLS = {
     "unpin_user_folio_dirty_locked": [LIVE_FOLIO, Count(1), Plain(True)], "unpin_folio": [LIVE_FOLIO],
     "unpin_folios": [FOLIOS], "release_pages": [PAGES], "folios_put": [FOLIOS], "grab_pages": [PAGES],
 }
+
+# Scatterlists and DMA: test_scatterlist_wrong.py calls these wrongly.
+SCATTERLIST = {name for module in (scatterlist, sgalloc, sgcopy, sgdraw, sgiter, sgsplit, dma, iommu)
+               for name in module.__all__}
+# test_iov.py calls these.
+EXTRACTION = {*bio.__all__, *iov.__all__}
 
 # What the names of mmcore are that no caller calls: types, dtypes, constants.
 NOT_CALLED = {"BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory",
