@@ -4,6 +4,7 @@ from .core.buddy import *
 from .core.buddy import __all__ as _buddy
 from .core.content import folio_address, page_address
 from .core.errors import BadPage, InvalidArgument, MMError
+from .core.file import File
 from .core.folio import *
 from .core.folio import __all__ as _folio
 from .core.lock import *
@@ -11,13 +12,16 @@ from .core.lock import __all__ as _lock
 from .core.look import *
 from .core.look import __all__ as _look
 from .core.memory import Folio, Memory, Page, Zone
+from .core.mm import MM, VM, VMA
 from .core.page import FOLIO_DTYPE, PAGE_DTYPE, PageFlags, PageType
 from .core.pagelist import *
 from .core.pagelist import __all__ as _pagelist
+from .core.space import *
+from .core.space import __all__ as _space
 from .core.unpin import *
 from .core.unpin import __all__ as _unpin
 
 __version__ = "0.1.0"
-__all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory",
-           "PAGE_DTYPE", "Page", "PageFlags", "PageType", "Zone", "folio_address", "page_address", *_buddy, *_folio, *_lock,
-           *_look, *_pagelist, *_unpin]
+__all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
+           "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "VM", "VMA", "Zone", "folio_address", "page_address",
+           *_buddy, *_folio, *_lock, *_look, *_pagelist, *_space, *_unpin]

@@ -28,6 +28,11 @@ static inline int a32_cas_acq_rel(void *p, uint32_t *expected, uint32_t v)
 	return __atomic_compare_exchange_n((uint32_t *)p, expected, v, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
+static inline int a64_cas_acq_rel(void *p, uint64_t *expected, uint64_t v)
+{
+	return __atomic_compare_exchange_n((uint64_t *)p, expected, v, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
 static inline uint64_t a64_load_relaxed(const void *p) { return __atomic_load_n((const uint64_t *)p, __ATOMIC_RELAXED); }
 static inline uint64_t a64_load_acquire(const void *p) { return __atomic_load_n((const uint64_t *)p, __ATOMIC_ACQUIRE); }
 static inline void a64_store_relaxed(void *p, uint64_t v) { __atomic_store_n((uint64_t *)p, v, __ATOMIC_RELAXED); }

@@ -1,7 +1,7 @@
 """Set a Memory up: check its arguments, reserve the address space, lay out zones, pools and devices."""
 from libc.errno cimport errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport malloc
+from libc.stdlib cimport calloc, malloc
 from libc.string cimport memset, strerror
 from mmcore.core.memory cimport *
 
@@ -83,6 +83,9 @@ cdef int region_init(mem_t *m, uint64_t start, uint64_t end, unsigned zone, unsi
     at = <uint64_t *>r.bits
     for order in range(m.max_order + 1):
         at = bitmap_place(&r.free[order], (span + (ONE << order) - 1) >> order, at)
+    r.ready = <uint8_t *>calloc((span >> m.pmd_order) + 1, 1)
+    if r.ready == NULL:
+        return -1
     pthread_mutex_init(&r.lock, NULL)
     m.nr_regions += 1
     return 0

@@ -21,6 +21,8 @@ cdef inline uint64_t freed_word(uint64_t pfn, unsigned order, bint clean) noexce
 
 # ---- under the region's lock; they look at no struct page ----------------------------------------------------------
 cdef uint64_t region_take(mem_t *m, region_t *r, unsigned order) noexcept nogil     # lowest block, or 0
+cdef uint64_t region_take_ready(mem_t *m, region_t *r, unsigned order) noexcept nogil   # the same; the block may be ready
+cdef void forget_ready(mem_t *m, region_t *r, uint64_t pfn, uint64_t nr) noexcept nogil
 cdef bint region_take_at(mem_t *m, region_t *r, uint64_t pfn, unsigned order) noexcept nogil
 cdef void region_put(mem_t *m, region_t *r, uint64_t pfn, unsigned order) noexcept nogil
 cdef bint region_is_free(mem_t *m, region_t *r, uint64_t pfn) noexcept nogil        # is this very page free?
@@ -28,6 +30,9 @@ cdef bint region_is_free(mem_t *m, region_t *r, uint64_t pfn) noexcept nogil    
 # ---- they take the locks -------------------------------------------------------------------------------------------
 cdef uint64_t alloc_frames(mem_t *m, unsigned regions, unsigned order) noexcept nogil   # PFN of a block, or 0
 cdef uint64_t alloc_folio(mem_t *m, unsigned regions, unsigned order) noexcept nogil    # a folio with refcount 1, or 0
+cdef hstate_t *pool_of(mem_t *m, unsigned order) noexcept nogil                         # NULL: no such pool
+cdef int reserve_hugetlb(mem_t *m, unsigned order, int64_t nr) noexcept nogil           # a promise, or (nr < 0) given back; 0, -ENOMEM
+cdef uint64_t alloc_hugetlb_reserved(mem_t *m, unsigned order, bint reserved) noexcept nogil   # reserved: redeems a promise
 cdef uint64_t alloc_hugetlb(mem_t *m, unsigned order) noexcept nogil                    # from its pool, or 0
 cdef uint64_t alloc_pages(mem_t *m, unsigned regions, uint64_t *pfns, uint64_t nr) noexcept nogil   # small folios; how many
 cdef int alloc_folio_at(mem_t *m, uint64_t pfn, unsigned order, bint hugetlb) noexcept nogil        # 0, -EBUSY, -EINVAL

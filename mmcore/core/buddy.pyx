@@ -1,5 +1,5 @@
 """Take and give back frames; folio_alloc, alloc_page, and folios at given frames."""
-from libc.errno cimport EBUSY, EINVAL
+from libc.errno cimport EBUSY, EINVAL, ENOMEM
 from libc.string cimport memmove
 
 import errno as _errno
@@ -23,7 +23,19 @@ cdef inline void block_clear(region_t *r, uint64_t pfn, unsigned order) noexcept
 cdef inline bint block_test(region_t *r, uint64_t pfn, unsigned order) noexcept nogil:
     return bitmap_test(&r.free[order], (pfn - r.base) >> order)
 
-cdef inline void account_taken(region_t *r, uint64_t pfn, uint64_t nr) noexcept nogil:
+cdef void forget_ready(mem_t *m, region_t *r, uint64_t pfn, uint64_t nr) noexcept nogil:
+    """Write the struct pages of the ready blocks that these frames lie in back to what free frames look like."""
+    cdef uint64_t block = (pfn - r.base) >> m.pmd_order
+    while r.base + (block << m.pmd_order) < pfn + nr:
+        if r.ready[block]:
+            r.ready[block] = 0
+            r.nr_ready -= 1
+            wipe(m, r.base + (block << m.pmd_order), m.pmd_order)
+        block += 1
+
+cdef inline void account_taken(mem_t *m, region_t *r, uint64_t pfn, uint64_t nr) noexcept nogil:
+    if mm_unlikely(r.nr_ready != 0):
+        forget_ready(m, r, pfn, nr)
     a64_store_relaxed(&r.nr_free, r.nr_free - nr)
     if pfn + nr > r.frontier:
         a64_store_relaxed(&r.frontier, pfn + nr)
@@ -32,6 +44,13 @@ cdef inline uint64_t first_block(region_t *r, unsigned order) noexcept nogil:
     return r.base + (bitmap_first(&r.free[order]) << order)
 
 cdef uint64_t region_take(mem_t *m, region_t *r, unsigned order) noexcept nogil:
+    cdef uint64_t pfn = region_take_ready(m, r, order)
+    if pfn and mm_unlikely(r.nr_ready != 0):
+        forget_ready(m, r, pfn, ONE << order)
+    return pfn
+
+cdef uint64_t region_take_ready(mem_t *m, region_t *r, unsigned order) noexcept nogil:
+    """Take a block and leave it to the caller to look whether it is ready."""
     cdef unsigned have = order
     cdef uint64_t pfn
     while have <= m.max_order and r.nr_blocks[have] == 0:
@@ -43,7 +62,9 @@ cdef uint64_t region_take(mem_t *m, region_t *r, unsigned order) noexcept nogil:
     while have > order:
         have -= 1
         block_set(r, pfn + (ONE << have), have)
-    account_taken(r, pfn, ONE << order)
+    a64_store_relaxed(&r.nr_free, r.nr_free - (ONE << order))
+    if pfn + (ONE << order) > r.frontier:
+        a64_store_relaxed(&r.frontier, pfn + (ONE << order))
     return pfn
 
 cdef bint region_take_at(mem_t *m, region_t *r, uint64_t pfn, unsigned order) noexcept nogil:
@@ -82,7 +103,7 @@ cdef bint region_take_at(mem_t *m, region_t *r, uint64_t pfn, unsigned order) no
                 block = half
             else:
                 block_set(r, half, have)
-    account_taken(r, pfn, ONE << order)
+    account_taken(m, r, pfn, ONE << order)
     return True
 
 cdef void region_put(mem_t *m, region_t *r, uint64_t pfn, unsigned order) noexcept nogil:
@@ -143,7 +164,28 @@ cdef uint64_t alloc_folio(mem_t *m, unsigned regions, unsigned order) noexcept n
         prep_folio(m, pfn, order, region_of(m, pfn).zone_flags)
     return pfn
 
+cdef hstate_t *pool_of(mem_t *m, unsigned order) noexcept nogil:
+    cdef int i
+    for i in range(m.nr_pools):
+        if m.pool[i].order == order:
+            return &m.pool[i]
+    return NULL
+
+cdef int reserve_hugetlb(mem_t *m, unsigned order, int64_t nr) noexcept nogil:
+    cdef hstate_t *h = pool_of(m, order)
+    cdef int error = 0
+    pthread_mutex_lock(&h.lock)
+    if nr > 0 and h.nr_free < h.nr_resv + <uint64_t>nr:
+        error = -ENOMEM
+    else:
+        h.nr_resv = <uint64_t>(<int64_t>h.nr_resv + nr)
+    pthread_mutex_unlock(&h.lock)
+    return error
+
 cdef uint64_t alloc_hugetlb(mem_t *m, unsigned order) noexcept nogil:
+    return alloc_hugetlb_reserved(m, order, False)
+
+cdef uint64_t alloc_hugetlb_reserved(mem_t *m, unsigned order, bint reserved) noexcept nogil:
     cdef int i
     cdef hstate_t *h
     cdef uint64_t pfn = 0
@@ -154,9 +196,11 @@ cdef uint64_t alloc_hugetlb(mem_t *m, unsigned order) noexcept nogil:
         if h.order != order:
             continue
         pthread_mutex_lock(&h.lock)
-        if h.nr_free:
+        if h.nr_free > (0 if reserved else h.nr_resv):
             a64_store_relaxed(&h.nr_free, h.nr_free - 1)
             pfn = h.free[h.nr_free]
+            if reserved:
+                h.nr_resv -= 1
         pthread_mutex_unlock(&h.lock)
         break
     if pfn:
@@ -187,7 +231,7 @@ cdef uint64_t alloc_pages(mem_t *m, unsigned regions, uint64_t *pfns, uint64_t n
             block_clear(r, pfn, order)
             size = ONE << order
             k = min(size, nr - got)
-            account_taken(r, pfn, k)
+            account_taken(m, r, pfn, k)
             # What is left of the block goes back in aligned pieces.
             j = k
             while j < size:
@@ -240,13 +284,6 @@ cdef void free_device_folio(mem_t *m, uint64_t pfn) noexcept nogil:
         head.mapping = 0
     if d.type == DEVICE_GENERIC:
         a32_store_release(&head._refcount, 1)
-
-cdef hstate_t *pool_of(mem_t *m, unsigned order) noexcept nogil:
-    cdef int i
-    for i in range(m.nr_pools):
-        if m.pool[i].order == order:
-            return &m.pool[i]
-    return NULL
 
 cdef bint free_hugetlb_folio(mem_t *m, uint64_t pfn, unsigned order) noexcept nogil:
     """Put a folio back into its pool; False when it must be broken up instead: surplus, or with a broken page."""

@@ -7,10 +7,19 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 from mmcore.core.memory cimport *
 from mmcore.core.folio cimport pincount_load, refs_load
+from mmcore.core.pgtable cimport *
+from mmcore.core.rmap cimport ENTIRELY_MAPPED
+from mmcore.core.space cimport *
 
 from .errors import BadPage, MMError
 
 __all__ = ["check"]
+
+cdef struct uses_t:             # what the tables of all mms, and the page caches, say about one frame
+    int32_t ptes                # PTEs that map it
+    int32_t leaves              # PMD and PUD leaves that start at it
+    int32_t cached              # references of page caches, on the head
+    int32_t is_table
 
 cdef struct sums_t:
     mem_t *m
@@ -27,6 +36,9 @@ cdef struct sums_t:
     int64_t dirty
     int64_t writeback
     uint64_t pooled
+    uses_t *uses                # by PFN
+    uint64_t mapped             # of one mm: pages for rss, without hugetlb
+    uint64_t swapped
 
 cdef bint breach(sums_t *s, const char *law, uint64_t pfn, int64_t found, int64_t wanted) noexcept nogil:
     s.law, s.pfn, s.found, s.wanted = law, pfn, found, wanted
@@ -75,6 +87,22 @@ cdef bint check_free_frame(sums_t *s, uint64_t pfn) noexcept nogil:
         return breach(s, "a free frame reads as free", pfn, <int64_t>page.compound_info, <int64_t>low)
     if page._mapcount != -1 and not (page._mapcount == 0 and page.flags == 0):
         return breach(s, "a free frame is not mapped", pfn, page._mapcount, -1)
+    return False
+
+cdef bint check_ready_block(sums_t *s, uint64_t pfn) noexcept nogil:
+    """A free block whose struct pages still make a folio of PMD order that nobody has."""
+    cdef page_t *head = &s.m.map[pfn]
+    cdef folio_t *folio = as_folio(head)
+    cdef uint64_t i, low = (ONE << ZONE_SHIFT) - 1
+    if head.flags & low != ONE << PG_head or folio_order_of(head) != s.m.pmd_order:
+        return breach(s, "a ready block reads as a fresh folio", pfn, <int64_t>head.flags, s.m.pmd_order)
+    if head._refcount != 0 or head.mapping != 0 or folio._large_mapcount != -1 or folio._entire_mapcount != -1 \
+            or folio._pincount != 0 or folio._nr_pages_mapped != 0:
+        return breach(s, "a ready block has no reference, mapping or pin", pfn, head._refcount, 0)
+    for i in range(1, ONE << s.m.pmd_order):
+        if head[i].compound_info != tail_word(s.m.pmd_order) or head[i]._refcount != 0 or head[i].flags & low and i > 1 \
+                or not frame_free(s, pfn + i) or (i > 1 and head[i]._mapcount != -1):
+            return breach(s, "tails of a ready block are fresh and free", pfn + i, <int64_t>head[i].compound_info, 0)
     return False
 
 cdef bint check_folio(sums_t *s, uint64_t pfn, uint64_t end, uint64_t *nr_pages) noexcept nogil:
@@ -157,6 +185,11 @@ cdef bint check_region(sums_t *s, region_t *r) noexcept nogil:
         pfn = m.nr_reserved
     while pfn < last:
         if frame_free(s, pfn):
+            if pfn & ((ONE << m.pmd_order) - 1) == 0 and r.ready[(pfn - r.base) >> m.pmd_order]:
+                if check_ready_block(s, pfn):
+                    return True
+                pfn += ONE << m.pmd_order
+                continue
             if check_free_frame(s, pfn):
                 return True
             pfn += 1
@@ -197,6 +230,8 @@ cdef bint check_all(sums_t *s) noexcept nogil:
                 return breach(s, "device folios keep their size and device map", pfn, <int64_t>nr, ONE << m.device[i].order)
             pfn += nr
     for i in range(m.nr_pools):
+        if m.pool[i].nr_resv > m.pool[i].nr_free:
+            return breach(s, "a hugetlb pool has what it promised", 0, <int64_t>m.pool[i].nr_free, <int64_t>m.pool[i].nr_resv)
         pooled += m.pool[i].nr_free
     if pooled != s.pooled:
         return breach(s, "hugetlb pools hold what they count", 0, <int64_t>s.pooled, <int64_t>pooled)
@@ -208,6 +243,185 @@ cdef bint check_all(sums_t *s) noexcept nogil:
     if s.writeback != stat_sum(m, NR_WRITEBACK):
         return breach(s, "nr_writeback counts the pages under writeback", 0, s.writeback, stat_sum(m, NR_WRITEBACK))
     return False
+
+
+# ---- address spaces -------------------------------------------------------------------------------------------------
+cdef bint count_leaf(sums_t *s, mm_t *mm, const vma_t *v, uint64_t e, int level, uint64_t addr) noexcept nogil:
+    """One leaf of an address space: note what it maps."""
+    cdef mem_t *m = s.m
+    cdef uint64_t pfn = pte_pfn(e), head
+    cdef page_t *page
+    if v == NULL:
+        return breach(s, "what is mapped lies in a VMA", pfn, <int64_t>addr, level)
+    if e & PTE_RW and not v.flags & VM_WRITE:
+        return breach(s, "an entry allows no more than its VMA", pfn, <int64_t>addr, <int64_t>e)
+    if e & PTE_SPECIAL:
+        if not v.flags & VM_PFNMAP and pfn != m.zero_pfn and pfn != m.huge_zero_pfn:
+            return breach(s, "special entries are zero pages or raw PFNs", pfn, <int64_t>addr, <int64_t>e)
+        if e & PTE_RW and not v.flags & VM_PFNMAP:
+            return breach(s, "zero pages are read-only", pfn, <int64_t>addr, <int64_t>e)
+        return False
+    if pfn == 0 or pfn >= m.nr_pages:
+        return breach(s, "an entry maps a page", pfn, <int64_t>addr, <int64_t>m.nr_pages)
+    head = compound_head_pfn(m.map, pfn)
+    page = &m.map[head]
+    if level and not page_is_head(page):
+        return False        # base pages of a device: nothing is counted
+    if level:
+        s.uses[pfn].leaves += 1
+    else:
+        s.uses[pfn].ptes += 1
+    if not folio_is_hugetlb(page):
+        s.mapped += ONE << level_order(&mm.pgd, level)
+    if folio_is_anon(page):
+        if page.mapping != mm.anon_id:
+            return breach(s, "anonymous pages are mapped in their family", pfn, <int64_t>page.mapping, <int64_t>mm.anon_id)
+        if page.index + (pfn - head) != page_index(mm, v, addr):
+            return breach(s, "page.index says where a page is mapped", pfn, <int64_t>page.index, <int64_t>page_index(mm, v, addr))
+        if not v.has_anon:
+            return breach(s, "a VMA with anonymous pages says so", pfn, <int64_t>addr, 1)
+        if e & PTE_RW and not test_flag(&m.map[head if level else pfn], PG_owner_2):
+            return breach(s, "what is writable is exclusive", pfn, <int64_t>addr, <int64_t>e)
+    elif e & PTE_RW and not v.flags & VM_SHARED:
+        return breach(s, "a private mapping does not write to a file", pfn, <int64_t>addr, <int64_t>e)
+    return False
+
+cdef bint count_table(sums_t *s, mm_t *mm, uint64_t table, int level, uint64_t addr, uint64_t *tables, uint64_t *at) noexcept nogil:
+    cdef mem_t *m = s.m
+    cdef uint64_t i, e, used = 0
+    cdef uint64_t *entry = table_at(m, table)
+    cdef const vma_t *v
+    if table == 0 or table >= m.nr_ram or not page_type_is(&m.map[table], PGTY_table):
+        return breach(s, "a table is a frame of its type", table, <int64_t>addr, level)
+    if s.uses[table].is_table:
+        return breach(s, "a table belongs to one address space", table, <int64_t>addr, level)
+    if m.map[table].private:
+        return breach(s, "a table's lock is free", table, <int64_t>addr, level)
+    s.uses[table].is_table = 1
+    tables[0] += 1
+    for i in range(ONE << mm.pgd.bits):
+        e = entry[i]
+        if e:
+            used += 1
+            if pte_table(e, level):
+                if count_table(s, mm, pte_pfn(e), level - 1, addr, tables, at):
+                    return True
+            else:
+                while at[0] < mm.nr_vmas and mm.vma[at[0]].end <= addr:
+                    at[0] += 1
+                v = NULL
+                if at[0] < mm.nr_vmas and mm.vma[at[0]].start <= addr \
+                        and addr + level_size(&mm.pgd, level) <= mm.vma[at[0]].end:
+                    v = &mm.vma[at[0]]
+                if pte_present(e):
+                    if count_leaf(s, mm, v, e, level, addr):
+                        return True
+                else:
+                    s.swapped += 1
+                    if v == NULL:
+                        return breach(s, "what is swapped out lies in a VMA", table, <int64_t>addr, level)
+        addr += level_size(&mm.pgd, level)
+    if used != table_used(m, table)[0]:
+        return breach(s, "a table counts its entries", table, <int64_t>table_used(m, table)[0], <int64_t>used)
+    return False
+
+cdef bint check_one_mm(sums_t *s, mm_t *mm) noexcept nogil:
+    cdef uint64_t tables = 0, i, at = 0, locked = 0
+    cdef int64_t rss
+    s.mapped = s.swapped = 0
+    for i in range(mm.nr_vmas):
+        if mm.vma[i].start >= mm.vma[i].end or (i and mm.vma[i].start < mm.vma[i - 1].end):
+            return breach(s, "VMAs are sorted, disjoint and not empty", 0, <int64_t>mm.vma[i].start, <int64_t>mm.vma[i].end)
+    if count_table(s, mm, mm.pgd.top, mm.pgd.levels - 1, 0, &tables, &at):
+        return True
+    if tables != mm.pgd.nr_tables:
+        return breach(s, "an address space counts its tables", mm.pgd.top, <int64_t>mm.pgd.nr_tables, <int64_t>tables)
+    rss = <int64_t>(mm.rss_anon + mm.rss_file + mm.rss_shmem)
+    if rss != <int64_t>s.mapped:
+        return breach(s, "rss counts what is mapped", mm.pgd.top, rss, <int64_t>s.mapped)
+    if mm.swapped != s.swapped:
+        return breach(s, "an address space counts what is swapped out", mm.pgd.top, <int64_t>mm.swapped, <int64_t>s.swapped)
+    return False
+
+cdef bint check_file(sums_t *s, file_t *f) noexcept nogil:
+    cdef mem_t *m = s.m
+    cdef uint64_t i, pfn, pages = 0, reserved = 0
+    if f.kind == FILE_DEVDAX or f.kind == FILE_FSDAX or f.kind == FILE_IOMEM:
+        return False
+    for i in range(f.nr_entries):
+        pfn = f.cache[i]
+        if pfn == CACHE_RESERVED:
+            reserved += 1
+        elif pfn > CACHE_RESERVED and pfn < CACHE_SWAP:
+            pages += ONE << f.order
+            if f.kind == FILE_PFNMAP:
+                continue
+            s.uses[compound_head_pfn(m.map, pfn)].cached += 1 << f.order
+            if m.map[compound_head_pfn(m.map, pfn)].mapping != f.id << 2:
+                return breach(s, "a cached page knows its file", pfn, <int64_t>m.map[pfn].mapping, <int64_t>(f.id << 2))
+            if m.map[compound_head_pfn(m.map, pfn)].index + (pfn - compound_head_pfn(m.map, pfn)) != i << f.order:
+                return breach(s, "a cached page knows its index", pfn, <int64_t>m.map[pfn].index, <int64_t>(i << f.order))
+    if pages != f.nr_cached or reserved != f.nr_reserved:
+        return breach(s, "a file counts its pages", 0, <int64_t>f.nr_cached, <int64_t>pages)
+    return False
+
+cdef bint check_counts(sums_t *s, uint64_t pfn) noexcept nogil:
+    """A folio's map counts against what all tables say, and its references against mappings and cache."""
+    cdef mem_t *m = s.m
+    cdef page_t *head = &m.map[pfn]
+    cdef uint64_t nr = ONE << folio_order_of(head), i
+    cdef int64_t total = s.uses[pfn].leaves, entire = s.uses[pfn].leaves, mapped = 0
+    if page_type_is(head, PGTY_table) != (s.uses[pfn].is_table != 0):
+        return breach(s, "every table belongs to an address space", pfn, s.uses[pfn].is_table, 1)
+    for i in range(nr):
+        total += s.uses[pfn + i].ptes
+        mapped += s.uses[pfn + i].ptes != 0
+        if nr > 1 and m.map[pfn + i]._mapcount + 1 != s.uses[pfn + i].ptes and not (i == 0 and folio_is_hugetlb(head)):
+            return breach(s, "_mapcount of a page is its PTEs", pfn + i, m.map[pfn + i]._mapcount + 1, s.uses[pfn + i].ptes)
+    if folio_mapcount_of(head) != total and pfn != m.zero_pfn:
+        return breach(s, "a folio's map count is its entries in all tables", pfn, folio_mapcount_of(head), total)
+    if nr > 1:
+        if as_folio(head)._entire_mapcount + 1 != entire:
+            return breach(s, "_entire_mapcount is the leaves", pfn, as_folio(head)._entire_mapcount + 1, entire)
+        if as_folio(head)._nr_pages_mapped != mapped + (ENTIRELY_MAPPED if entire else 0):
+            return breach(s, "_nr_pages_mapped is the pages that PTEs map", pfn, as_folio(head)._nr_pages_mapped, mapped)
+    if <int64_t><int32_t>refs_load(head) < total + s.uses[pfn].cached:
+        return breach(s, "refcount >= mappings + cache", pfn, refs_load(head), total + s.uses[pfn].cached)
+    return False
+
+cdef bint check_mm(sums_t *s) noexcept nogil:
+    """What page tables and page caches say, summed over all of them, against the struct pages."""
+    cdef mem_t *m = s.m
+    cdef spaces_t *spaces = spaces_of(m)
+    cdef uint64_t size = s.frontier * sizeof(uses_t), pfn = 1, i
+    cdef mm_t *mm
+    cdef bint bad = False
+    if spaces == NULL:
+        return False
+    s.uses = <uses_t *>buffer_alloc(size)
+    if s.uses == NULL:
+        return breach(s, "memory for the check of address spaces", 0, <int64_t>size, 0)
+    memset(s.uses, 0, size)
+    mm = spaces.first
+    while mm != NULL and not bad:
+        bad = check_one_mm(s, mm)
+        mm = mm.next_all
+    for i in range(1, spaces.nr_files):
+        if spaces.file[i] != NULL and not bad:
+            bad = check_file(s, spaces.file[i])
+    while pfn < s.frontier and not bad:
+        if pfn < m.nr_ram and (frame_free(s, pfn) or region_of(m, pfn).frontier <= pfn):
+            bad = (s.uses[pfn].ptes or s.uses[pfn].leaves or s.uses[pfn].cached or s.uses[pfn].is_table) \
+                and breach(s, "what is in use is not free", pfn, s.uses[pfn].ptes, s.uses[pfn].leaves)
+            pfn += 1
+            continue
+        if pfn >= m.nr_ram and device_of(m, pfn) == NULL:
+            pfn += 1
+            continue
+        bad = check_counts(s, pfn)
+        pfn += ONE << folio_order_of(&m.map[pfn])
+    buffer_free(s.uses, size)
+    return bad
 
 
 def check(Memory mem not None):
@@ -224,7 +438,8 @@ def check(Memory mem not None):
         raise MMError(12, f"no memory to check {s.frontier} pages ({size} bytes)")
     with nogil:
         memset(s.is_free, 0, size)
-        check_all(&s)
+        if not check_all(&s):
+            check_mm(&s)
         buffer_free(s.is_free, size)
     mem.leave()
     if s.law != NULL:

@@ -165,7 +165,7 @@ cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil:
     cdef page_t *head = &m.map[pfn]
     cdef unsigned order = folio_order_of(head)
     cdef uint32_t expected
-    cdef uint64_t i, keep, zone, inherited, mapping, index, at, step = ONE << new_order
+    cdef uint64_t i, keep, zone, inherited, mapping, index, at, cached, step = ONE << new_order
     if order == 0 or new_order >= order:
         return -EINVAL
     if folio_is_hugetlb(head) or pfn == m.huge_zero_pfn or page_zone(head) == ZONE_DEVICE \
@@ -194,8 +194,12 @@ cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil:
         i -= step
         split_piece(m, i, new_order, zone, inherited, keep, mapping, index + (i - pfn) if mapping else 0,
                     (ONE << PG_locked) | (ONE << PG_waiters) if i == pfn else 0)
+    # A page cache holds a reference a page: each piece takes its own along, and none stays behind on the first.
+    cached = step if mapping and not mapping & FOLIO_MAPPING_ANON else 0
     for at in range(1, ONE << (order - new_order)):
-        a32_store_release(&m.map[pfn + at * step]._refcount, 1)
+        a32_store_release(&m.map[pfn + at * step]._refcount, <uint32_t>(1 + cached))
+    if cached:
+        expected -= <uint32_t>((ONE << order) - step)
     a32_store_release(&head._refcount, expected)
     return 0
 

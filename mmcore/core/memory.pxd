@@ -5,6 +5,9 @@ Laws
     Identity    PFN 0 is reserved and never handed out; in lists it stands for NULL
     mem_map     mmap'ed without reserve: a frame that was never touched costs nothing. `frontier` of a region is one
                 past the highest PFN ever handed out there; from there on the struct pages are 64 zero bytes.
+    Ready       a free block of PMD order whose struct pages still read as those of a folio with no reference is `ready`:
+                a THP that is faulted in again need not write 512 of them. Whoever takes any frame of such a block for
+                anything else has them written back to free first (buddy.pyx, under the region's lock)
     Bytes       a page's bytes count as zero until PG_mm_written is set; so neither allocation nor faults clear them
 
 Lock order, outermost first. A thread that holds one takes only locks further down:
@@ -87,6 +90,8 @@ cdef struct region_t:           # a run of PFNs with its own free blocks: one zo
     uint64_t nr_blocks[NR_ORDERS]   # free blocks by order, written under the lock
     uint64_t frontier           # one past the highest PFN ever handed out
     bitmap_t free[NR_ORDERS]    # the free blocks of each order
+    uint8_t *ready              # a byte a block of PMD order: 1 when it is free and its struct pages still make a folio
+    uint64_t nr_ready           # of them
     void *bits                  # the mapping that all bitmaps lie in
     uint64_t bits_size
 
@@ -95,6 +100,7 @@ cdef struct hstate_t:           # a hugetlb pool
     unsigned order
     uint64_t nr                 # folios of the pool
     uint64_t nr_free
+    uint64_t nr_resv            # of them promised to mappings; nr_resv <= nr_free
     uint64_t *free              # their PFNs, a stack
 
 cdef struct device_t:           # a ZONE_DEVICE range; its id in struct page is (index + 1) << 1
@@ -106,6 +112,8 @@ cdef struct device_t:           # a ZONE_DEVICE range; its id in struct page is 
 
 cdef struct stat_slot_t:
     uint64_t v[NR_STAT_ITEMS]
+
+cdef struct mem_t
 
 cdef struct mem_t:
     page_t *map                 # mem_map; NULL after close()
@@ -131,6 +139,8 @@ cdef struct mem_t:
     stat_slot_t *stats          # by thread: no counter is shared by the threads of a benchmark
     uint32_t inject[NR_INJECT_SITES]    # occurrences until one fails; 0 is off
     uint32_t inject_armed
+    void *spaces                # address spaces, files, swap: of the modules above (spaces_t); NULL until there is one
+    void (*spaces_free)(mem_t *m) noexcept nogil    # what close() calls for them
 
 # ---- statistics: relaxed adds into the thread's own slot; readers sum the slots ------------------------------------
 cdef inline void stat_add(mem_t *m, int item, int64_t delta) noexcept nogil:

@@ -139,13 +139,18 @@ cdef uint8_t *page_bytes_slow(mem_t *m, uint64_t pfn) noexcept nogil:
     if not test_flag(&m.map[pfn], PG_mm_written):
         memset(at, 0, <size_t>1 << m.page_shift)
         a64_fetch_or_acq_rel(&m.map[pfn].flags, ONE << PG_mm_written)
+        if page_is_tail(&m.map[pfn]):
+            mark_tails(&m.map[compound_head_pfn(m.map, pfn)])
     pthread_mutex_unlock(&m.bytes_lock)
     return at
 
 cdef void teardown(mem_t *m) noexcept nogil:
     cdef int i
+    if m.spaces != NULL:
+        m.spaces_free(m)
     for i in range(m.nr_regions):
         mm_unreserve(m.region[i].bits, m.region[i].bits_size)
+        free(m.region[i].ready)
         pthread_mutex_destroy(&m.region[i].lock)
     for i in range(m.nr_pools):
         free(m.pool[i].free)

@@ -53,6 +53,7 @@ cdef extern from "atomic.h" nogil:
     uint64_t a64_fetch_or_acq_rel(void *p, uint64_t v)
     uint64_t a64_fetch_and_release(void *p, uint64_t v)
     uint64_t a64_fetch_and_acq_rel(void *p, uint64_t v)
+    bint a64_cas_acq_rel(void *p, uint64_t *expected, uint64_t v)
     void cpu_relax()
     void prefetch_read(const void *p)
     void prefetch_write(const void *p)
@@ -101,6 +102,7 @@ cdef enum:
     PG_has_hwpoisoned = 8
     PG_large_rmappable = 9
     PG_partially_mapped = 16
+    PG_mm_tails = 40            # ours: some tail has more than its tail word: bytes, a map count, an exclusive mark
     # where x86-64 has the zone and the node
     ZONE_SHIFT = 51
     NODE_SHIFT = 54
@@ -187,6 +189,11 @@ cdef inline void set_flag(page_t *page, unsigned bit) noexcept nogil:
 
 cdef inline void clear_flag(page_t *page, unsigned bit) noexcept nogil:
     a64_fetch_and_release(&page.flags, ~(ONE << bit))
+
+cdef inline void mark_tails(page_t *head) noexcept nogil:
+    """Note that the tails of a folio must be written when it is freed."""
+    if not (a64_load_relaxed(&as_folio(head)._flags_1) >> PG_mm_tails) & 1:
+        a64_fetch_or_relaxed(&as_folio(head)._flags_1, ONE << PG_mm_tails)
 
 cdef inline unsigned page_zone(const page_t *page) noexcept nogil:
     return <unsigned>(a64_load_relaxed(&page.flags) >> ZONE_SHIFT) & 7

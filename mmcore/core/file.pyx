@@ -1,0 +1,689 @@
+"""Files under their kernel kinds: page cache, devices, writeback, truncation."""
+from libc.errno cimport EBUSY, ENOMEM
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+cimport cython
+from mmcore.core.buddy cimport alloc_frames, alloc_hugetlb_reserved, free_folio, pool_of, reserve_hugetlb
+from mmcore.core.folio cimport FREED, count_arg, put_refs, split
+from mmcore.core.frames cimport take_folio, take_pages
+from mmcore.core.lock cimport clear_dirty, lock_wait, mark_dirty, raise_pending, trylock, unlock
+from mmcore.core.pgtable cimport *
+from mmcore.core.rmap cimport *
+from mmcore.core.swap cimport swap_free, swap_load
+from mmcore.core.zap cimport zap_begin, zap_end, zap_range, zap_t
+
+import errno as _errno
+
+from .errors import InvalidArgument, MMError
+from .size import format_size, parse_size
+
+__all__ = ["File"]
+
+KINDS = {"tmpfs": FILE_TMPFS, "ext4": FILE_EXT4, "hugetlbfs": FILE_HUGETLBFS, "devdax": FILE_DEVDAX, "fsdax": FILE_FSDAX,
+         "secretmem": FILE_SECRETMEM, "pfnmap": FILE_PFNMAP, "iomem": FILE_IOMEM}
+KIND_NAMES = {value: name for name, value in KINDS.items()}
+
+# ---- the page cache: under f.lock ---------------------------------------------------------------------------------------
+cdef uint64_t file_pages(const file_t *f) noexcept nogil:
+    return (f.size + (ONE << f.m.page_shift) - 1) >> f.m.page_shift
+
+cdef bint file_counts(const file_t *f) noexcept nogil:
+    return f.kind != FILE_PFNMAP and f.kind != FILE_IOMEM
+
+cdef inline bint is_page(uint64_t entry) noexcept nogil:
+    return entry > CACHE_RESERVED and entry < CACHE_SWAP
+
+cdef uint64_t file_look(const file_t *f, uint64_t index) noexcept nogil:
+    cdef uint64_t entry
+    if index >= file_pages(f):
+        return 0
+    if f.kind == FILE_DEVDAX or f.kind == FILE_FSDAX or (f.kind == FILE_PFNMAP and f.device != NULL):
+        return f.device.start + index
+    if f.kind == FILE_IOMEM:
+        return f.iomem_pfn + index
+    entry = f.cache[index >> f.order]
+    return entry + (index & ((ONE << f.order) - 1)) if is_page(entry) else 0
+
+cdef void cache_page(file_t *f, uint64_t pfn, unsigned order, uint64_t index, uint64_t flags) noexcept nogil:
+    """Give fresh frames to the cache: it holds the one reference a page that there is."""
+    cdef mem_t *m = f.m
+    cdef page_t *head = &m.map[pfn]
+    cdef uint64_t i
+    if order == 0:
+        page_init(head, region_of(m, pfn).zone_flags | flags, 0)
+    else:
+        a64_fetch_or_relaxed(&head.flags, flags)
+    head.mapping = f.id << 2
+    head.index = index
+    if f.order:
+        f.cache[index >> f.order] = pfn
+    else:
+        for i in range(ONE << order):
+            f.cache[index + i] = pfn + i
+    f.nr_cached += ONE << order
+    a32_store_release(&head._refcount, <uint32_t>(ONE << order))
+
+cdef int tmpfs_huge(file_t *f, uint64_t index, uint64_t *pfn) noexcept nogil:
+    """Fill an aligned stretch of an empty part of the cache with one THP, when there is a block for it."""
+    cdef mem_t *m = f.m
+    cdef uint64_t first = (index >> m.pmd_order) << m.pmd_order, i, huge
+    if first + (ONE << m.pmd_order) > file_pages(f):
+        return 0
+    for i in range(ONE << m.pmd_order):
+        if f.cache[first + i] != CACHE_NONE:
+            return 0
+    huge = take_folio(m, m.pmd_order)
+    if huge == 0:
+        return 0
+    cache_page(f, huge, m.pmd_order, first, (ONE << PG_uptodate) | (ONE << PG_swapbacked))
+    pfn[0] = huge + (index - first)
+    return 1
+
+cdef int dax_page(file_t *f, uint64_t pfn) noexcept nogil:
+    """The first look of a filesystem at a device page: from idle to in use, with the reference of its entry."""
+    cdef mem_t *m = f.m
+    cdef uint64_t head = compound_head_pfn(m.map, pfn)
+    if m.map[head].mapping == 0:
+        m.map[head].mapping = f.id << 2
+        m.map[head].index = head - f.device.start
+        f.nr_cached += ONE << folio_order_of(&m.map[head])
+        a32_fetch_add_acq_rel(&m.map[head]._refcount, 1)
+    return 0
+
+cdef int file_page(file_t *f, uint64_t index, bint huge_ok, uint64_t *pfn) noexcept nogil:
+    cdef mem_t *m = f.m
+    cdef uint64_t entry, new, slot
+    if index >= file_pages(f) or f.gone:
+        return FAULT_SIGBUS
+    pfn[0] = file_look(f, index)
+    if pfn[0]:
+        if f.kind == FILE_FSDAX:
+            return dax_page(f, pfn[0])
+        return 0
+    entry = f.cache[index >> f.order]
+    if f.kind == FILE_HUGETLBFS:
+        new = alloc_hugetlb_reserved(m, f.order, entry == CACHE_RESERVED)
+        if new == 0:
+            return FAULT_SIGBUS
+        f.nr_reserved -= entry == CACHE_RESERVED
+        cache_page(f, new, f.order, (index >> f.order) << f.order, ONE << PG_uptodate)
+        pfn[0] = new + (index & ((ONE << f.order) - 1))
+        return 0
+    if huge_ok and f.kind == FILE_TMPFS and entry == CACHE_NONE and tmpfs_huge(f, index, pfn):
+        return 0
+    if take_pages(m, &new, 1) == 0:
+        return -ENOMEM
+    cache_page(f, new, 0, index, (ONE << PG_uptodate) | (ONE << PG_swapbacked if f.kind == FILE_TMPFS else 0))
+    if entry & CACHE_SWAP:
+        slot = entry & ~CACHE_SWAP
+        swap_load(m, slot, new)
+        swap_free(m, slot, 1)
+        mark_dirty(m, new)
+    elif f.kind == FILE_EXT4 and f.on_disk[index]:
+        memcpy(page_bytes(m, new), f.disk + (index << m.page_shift), ONE << m.page_shift)
+    pfn[0] = new
+    return 0
+
+cdef void file_drop(file_t *f, uint64_t index) noexcept nogil:
+    """Take an entry out of the cache. A large folio in a small-page cache goes as a whole: index is its first."""
+    cdef mem_t *m = f.m
+    cdef uint64_t entry = f.cache[index >> f.order], nr, i
+    cdef page_t *head
+    cdef unsigned order
+    if entry & CACHE_SWAP:
+        swap_free(m, entry & ~CACHE_SWAP, 1)
+    elif entry == CACHE_RESERVED:
+        reserve_hugetlb(m, f.order, -1)
+        f.nr_reserved -= 1
+    elif is_page(entry):
+        head = &m.map[entry]
+        order = folio_order_of(head)
+        nr = ONE << order
+        if f.order == 0:
+            for i in range(1, nr):
+                f.cache[index + i] = CACHE_NONE
+        f.nr_cached -= nr
+        clear_dirty(m, entry)
+        if f.kind != FILE_PFNMAP:
+            head.mapping = 0
+        if put_refs(m, head, order != 0, <uint32_t>nr) == FREED:
+            free_folio(m, entry, order)
+    f.cache[index >> f.order] = CACHE_NONE
+
+cdef void dax_drop(file_t *f, uint64_t index) noexcept nogil:
+    cdef mem_t *m = f.m
+    cdef page_t *head = &m.map[compound_head_pfn(m.map, f.device.start + index)]
+    cdef unsigned order = folio_order_of(head)
+    if head.mapping != f.id << 2:
+        return
+    head.mapping = 0
+    head.index = 0
+    f.nr_cached -= ONE << order
+    clear_dirty(m, head - m.map)
+    if put_refs(m, head, order != 0, 1) == FREED:
+        free_folio(m, head - m.map, order)
+
+cdef void file_write_page(file_t *f, uint64_t pfn) noexcept nogil:
+    """Write one dirty page of an ext4 file to its disk: clean first, so that what is dirtied meanwhile stays dirty."""
+    cdef mem_t *m = f.m
+    cdef uint64_t index = m.map[pfn].index
+    clear_dirty(m, pfn)
+    if test_flag(&m.map[pfn], PG_mm_written):
+        memcpy(f.disk + (index << m.page_shift), page_bytes(m, pfn), ONE << m.page_shift)
+    elif f.on_disk[index]:
+        memset(f.disk + (index << m.page_shift), 0, ONE << m.page_shift)
+    f.on_disk[index] = 1
+    stat_add(m, NR_WRITTEN, 1)
+
+# ---- who maps it --------------------------------------------------------------------------------------------------------
+cdef int file_add_mm(file_t *f, mm_t *mm) noexcept nogil:
+    cdef int error = 0
+    pthread_mutex_lock(&f.lock)
+    if grow(<void **>&f.mms, &f.mms_room, f.nr_mms + 1, sizeof(void *)):
+        f.mms[f.nr_mms] = mm
+        f.nr_mms += 1
+    else:
+        error = -ENOMEM
+    pthread_mutex_unlock(&f.lock)
+    return error
+
+cdef void file_del_mm(file_t *f, mm_t *mm) noexcept nogil:
+    cdef uint64_t i
+    pthread_mutex_lock(&f.lock)
+    i = f.nr_mms
+    while i > 0:
+        i -= 1
+        if f.mms[i] == mm:
+            f.nr_mms -= 1
+            f.mms[i] = f.mms[f.nr_mms]
+            break
+    pthread_mutex_unlock(&f.lock)
+
+cdef int unmap_stretch(mm_t *mm, vma_t *v, uint64_t addr, uint64_t first, uint64_t nr, void *arg) noexcept nogil:
+    """rmap_fn: unmap all of a stretch, copies that private mappings made included. A leaf that spans its start goes
+    whole: what is still in the file is faulted in again."""
+    cdef zap_t z
+    cdef uint64_t table, end = addr + (nr << mm.m.page_shift), size
+    cdef int level = 0
+    cdef uint64_t e = a64_load_acquire(walk_find(&mm.pgd, addr, &level, &table))
+    if level > 0 and pte_leaf(e, level):
+        size = level_size(&mm.pgd, level)
+        addr &= ~(size - 1)
+    level = 0
+    e = a64_load_acquire(walk_find(&mm.pgd, end - 1, &level, &table))
+    if level > 0 and pte_leaf(e, level):
+        end = (end + level_size(&mm.pgd, level) - 1) & ~(level_size(&mm.pgd, level) - 1)
+    zap_begin(&z, mm)
+    zap_range(&z, v, addr, end)
+    zap_end(&z)
+    return 0
+
+cdef int protect_stretch(mm_t *mm, vma_t *v, uint64_t addr, uint64_t first, uint64_t nr, void *arg) noexcept nogil:
+    """rmap_fn: write-protect shared entries before writeback, so that the next write says so (folio_mkclean)."""
+    cdef uint64_t table, e
+    cdef uint64_t *entry
+    cdef int level = 0
+    if not v.flags & VM_SHARED:
+        return 0
+    entry = walk_find(&mm.pgd, addr, &level, &table)
+    if level != 0:
+        return 0
+    table_lock(mm.m, table)
+    e = a64_load_relaxed(entry)
+    if pte_present(e) and not e & PTE_SPECIAL and pte_pfn(e) == <uint64_t>arg:
+        if e & PTE_DIRTY:
+            mark_dirty(mm.m, pte_pfn(e))
+        a64_store_release(entry, e & ~(PTE_RW | PTE_DIRTY))
+    table_unlock(mm.m, table)
+    return 0
+
+# ---- the object ---------------------------------------------------------------------------------------------------------
+cdef int file_room(file_t *f, uint64_t size) noexcept nogil:
+    """Make cache and disk large enough for this many bytes; they only grow."""
+    cdef mem_t *m = f.m
+    cdef uint64_t pages = (size + (ONE << m.page_shift) - 1) >> m.page_shift
+    cdef uint64_t entries = (pages + (ONE << f.order) - 1) >> f.order
+    cdef void *cache
+    cdef void *disk
+    cdef void *on_disk
+    if entries <= f.nr_entries:
+        return 0
+    entries += entries >> 1 if f.nr_entries else 0
+    cache = reserve(entries * 8, False)
+    if cache == NULL:
+        return -ENOMEM
+    if f.kind == FILE_EXT4 or f.kind == FILE_IOMEM:
+        disk = reserve(entries << m.page_shift, False)
+        on_disk = reserve(entries, False)
+        if disk == NULL or on_disk == NULL:
+            unreserve(cache, entries * 8)
+            if disk != NULL:
+                unreserve(disk, entries << m.page_shift)
+            return -ENOMEM
+        if f.nr_entries:
+            memcpy(disk, f.disk, f.nr_entries << m.page_shift)
+            memcpy(on_disk, f.on_disk, f.nr_entries)
+            unreserve(f.disk, f.nr_entries << m.page_shift)
+            unreserve(f.on_disk, f.nr_entries)
+        f.disk = <uint8_t *>disk
+        f.on_disk = <uint8_t *>on_disk
+    if f.nr_entries:
+        memcpy(cache, f.cache, f.nr_entries * 8)
+        unreserve(f.cache, f.nr_entries * 8)
+    f.cache = <uint64_t *>cache
+    f.nr_entries = entries
+    return 0
+
+cdef void file_destroy(file_t *f) noexcept nogil:
+    """The object goes, and with it the last mapping: drop the cache, unless the Memory is closed and took the frames."""
+    cdef uint64_t i, entries
+    if f.m.map != NULL and f.m.spaces != NULL:
+        if f.id:
+            file_unregister(f)
+        if f.kind == FILE_FSDAX:
+            for i in range(f.device.end - f.device.start):
+                dax_drop(f, i)
+        elif f.kind != FILE_DEVDAX and f.kind != FILE_IOMEM and f.nr_cached + f.nr_reserved + f.nr_entries:
+            entries = f.nr_entries
+            for i in range(entries):
+                if f.nr_cached == 0 and f.nr_reserved == 0 and f.kind != FILE_TMPFS:
+                    break
+                if f.cache[i]:
+                    file_drop(f, i << f.order)
+    if f.nr_entries:
+        unreserve(f.cache, f.nr_entries * 8)
+        if f.disk != NULL:
+            unreserve(f.disk, f.nr_entries << f.m.page_shift)
+            unreserve(f.on_disk, f.nr_entries)
+    pthread_mutex_destroy(&f.lock)
+    free(f.mms)
+    free(f)
+
+cdef object sigbus(file_t *f, uint64_t offset):
+    name = KIND_NAMES[f.kind]
+    if f.gone:
+        return f"the device of this {name} file was removed"
+    if f.kind == FILE_HUGETLBFS and offset < f.size:
+        return f"the pool of {format_size((ONE << f.m.page_shift) << f.order)} pages is empty: release some, or make it larger"
+    return f"offset {offset:#x} is beyond the end of the {name} file ({f.size:#x} bytes)"
+
+
+@cython.no_gc_clear
+cdef class File:
+    """Model a file, or whatever else can be mapped: File(mem, size, kind="tmpfs", *, page_size=None, device=None).
+
+    kind: "tmpfs", "ext4", "hugetlbfs" (page_size: which pool, default the PMD size), "devdax" and "fsdax" (device: one of
+    mem.devices, a generic and an fsdax one), "secretmem", "pfnmap" (a driver's frames, mapped as raw PFNs; of `device` when
+    given) or "iomem" (registers: no struct pages). size: bytes, or "64M". Its pages are freed when the last reference to
+    the object and the last mapping are gone. Raises InvalidArgument for arguments that do not fit together, MMError(ENOMEM),
+    MMError(EBUSY) for a second fsdax file on one device.
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        self.f = NULL
+
+    def __init__(self, Memory mem not None, size, kind="tmpfs", *, page_size=None, device=None):
+        if self.f != NULL:
+            raise InvalidArgument("this File is set up already")
+        if kind not in KINDS:
+            raise InvalidArgument(f"kind={kind!r} is none of {', '.join(KINDS)}")
+        file_setup(self, mem, parse_size(size, "size of a file"), KINDS[kind], page_size, device)
+
+    cdef file_t *ptr(self) except NULL:
+        if self.f == NULL:
+            raise InvalidArgument("this File was never set up")
+        self.mem.ptr()
+        return self.f
+
+    def __dealloc__(self):
+        if self.f != NULL:
+            file_destroy(self.f)
+
+    def __repr__(self):
+        if self.f == NULL or self.mem.m.map == NULL:
+            return "<File of a closed Memory>"
+        return f"<File {self.kind}, {format_size(self.f.size)}, {self.f.nr_cached} pages in memory, {self.f.nr_mms} mappings>"
+
+    @property
+    def size(self):
+        """Bytes up to its end."""
+        return self.ptr().size
+
+    @property
+    def page_size(self):
+        """Bytes of one page of its cache: the pool's for hugetlbfs, the leaf's for devdax."""
+        cdef file_t *f = self.ptr()
+        if f.kind == FILE_DEVDAX:
+            return (ONE << f.m.page_shift) << f.device.leaf_order
+        return (ONE << f.m.page_shift) << f.order
+
+    @property
+    def nr_cached(self):
+        """Base pages of it that are in memory."""
+        return self.ptr().nr_cached
+
+    def page_at(self, offset):
+        """Return the Page at a byte offset when it is in memory, else None. Takes no reference."""
+        cdef file_t *f = self.ptr()
+        cdef uint64_t pfn, at = count_arg(offset, "offset", 0, ~<uint64_t>0)
+        pthread_mutex_lock(&f.lock)
+        pfn = file_look(f, at >> f.m.page_shift)
+        pthread_mutex_unlock(&f.lock)
+        return page_handle(self.mem, pfn) if 0 < pfn < f.m.nr_pages else None
+
+    def read(self, offset, n):
+        """Read n bytes from a byte offset, as read(2) does: shorter at the end of the file. Returns bytes.
+
+        secretmem and pfnmap cannot be read (MMError(EINVAL)). Raises MMError(ENOMEM) when a page cannot be brought in.
+        """
+        cdef file_t *f = self.ptr()
+        cdef uint64_t at = count_arg(offset, "offset", 0, ~<uint64_t>0), left = count_arg(n, "n", 0, ~<uint64_t>0)
+        if at >= f.size:
+            return b""
+        left = min(left, f.size - at)
+        data = bytearray(left)
+        file_io(self, at, data, False)
+        return bytes(data)
+
+    def write(self, offset, data):
+        """Write bytes at a byte offset, as write(2) does; tmpfs and ext4 files grow. Returns the number of bytes.
+
+        Raises MMError: EINVAL for secretmem and pfnmap, EFBIG past the end of files that cannot grow, ENOMEM.
+        """
+        cdef file_t *f = self.ptr()
+        cdef uint64_t at = count_arg(offset, "offset", 0, ~<uint64_t>0)
+        data = memoryview(data).cast("B")
+        if at + len(data) > f.size:
+            if f.kind != FILE_TMPFS and f.kind != FILE_EXT4:
+                raise MMError(_errno.EFBIG, f"bytes {at:#x}..{at + len(data):#x} are beyond the end of the {self.kind} file "
+                                            f"({f.size:#x}), which cannot grow")
+            self.truncate(at + len(data))
+        file_io(self, at, data, True)
+        return len(data)
+
+    def writeback(self):
+        """Write the dirty pages of an ext4 file to its disk; returns how many. Other kinds have nothing to write: 0.
+
+        Shared entries are write-protected first, so that the next write through them is noticed.
+        """
+        cdef file_t *f = self.ptr()
+        cdef uint64_t i, written = 0, pfn
+        if f.kind != FILE_EXT4:
+            return 0
+        self.mem.enter()
+        with nogil:
+            pthread_mutex_lock(&f.lock)
+            for i in range(file_pages(f)):
+                pfn = f.cache[i]
+                if is_page(pfn):
+                    rmap_walk_file(f, i, 1, protect_stretch, <void *>pfn)
+                    if test_flag(&f.m.map[pfn], PG_dirty):
+                        file_write_page(f, pfn)
+                        written += 1
+            pthread_mutex_unlock(&f.lock)
+        self.mem.leave()
+        return written
+
+    def truncate(self, size):
+        """Set the size. What lies beyond is unmapped everywhere, copies of private mappings included, and dropped.
+
+        A page that somebody else holds or pins lives on without the file. Raises MMError: EBUSY for fsdax pages that are
+        pinned (the kernel waits), EINVAL for kinds without a size of their own, ENOMEM. Kernel: truncate_setsize().
+        """
+        cdef file_t *f = self.ptr()
+        cdef uint64_t wanted = count_arg(parse_size(size, "size of a file"), "size", 0, ONE << 62)
+        cdef int error
+        if f.kind not in (FILE_TMPFS, FILE_EXT4, FILE_HUGETLBFS, FILE_FSDAX, FILE_SECRETMEM):
+            raise InvalidArgument(f"a {self.kind} file has the size of what it stands for: it cannot be truncated")
+        if f.kind == FILE_SECRETMEM and f.size:
+            raise InvalidArgument("a secretmem file's size is set once")
+        if f.order and wanted & (((ONE << f.m.page_shift) << f.order) - 1):
+            raise InvalidArgument(f"size {wanted:#x} is no multiple of the huge page size {self.page_size:#x}")
+        if f.kind == FILE_FSDAX and wanted > (f.device.end - f.device.start) << f.m.page_shift:
+            raise MMError(_errno.ENOSPC, f"size {wanted:#x} is more than the device has")
+        self.mem.enter()
+        with nogil:
+            error = file_truncate(f, wanted)
+        self.mem.leave()
+        if error == -EBUSY:
+            raise MMError(_errno.EBUSY, f"truncate({wanted:#x}): pages of the fsdax file beyond are held or pinned, and DMA "
+                                        "into them would hit whatever the filesystem puts there next: unpin them first. Nothing was changed")
+        if error:
+            raise MMError(-error, f"no address space for the page cache of {format_size(wanted)}")
+
+    def unplug(self):
+        """Remove the device of a devdax, fsdax, pfnmap or iomem file: mappings go, and faults end in SIGBUS.
+
+        Raises InvalidArgument for other kinds, MMError(EBUSY) while pages of it are held or pinned.
+        """
+        cdef file_t *f = self.ptr()
+        cdef bint busy = False
+        if f.kind not in (FILE_DEVDAX, FILE_FSDAX, FILE_PFNMAP, FILE_IOMEM):
+            raise InvalidArgument(f"a {self.kind} file has no device")
+        self.mem.enter()
+        with nogil:
+            pthread_mutex_lock(&f.lock)
+            busy = f.kind == FILE_DEVDAX and device_busy(f, 0) or f.kind == FILE_FSDAX and device_busy(f, 0)
+            if not busy:
+                f.gone = True
+                rmap_walk_file(f, 0, file_pages(f), unmap_stretch, NULL)
+            pthread_mutex_unlock(&f.lock)
+        self.mem.leave()
+        if busy:
+            raise MMError(_errno.EBUSY, "pages of the device are held or pinned: unpin them first. Nothing was changed")
+
+cdef bint device_busy(file_t *f, uint64_t first) noexcept nogil:
+    """Has a page of the device from this index on references that its mappings and its own entry do not explain?"""
+    cdef mem_t *m = f.m
+    cdef uint64_t pfn = f.device.start + first
+    cdef page_t *head
+    cdef int64_t own
+    while pfn < f.device.end:
+        head = &m.map[compound_head_pfn(m.map, pfn)]
+        own = 1 if f.kind == FILE_DEVDAX or head.mapping else 0
+        if <int64_t>a32_load_relaxed(&head._refcount) > folio_mapcount_of(head) + own:
+            return True
+        pfn = (head - m.map) + (ONE << folio_order_of(head))
+    return False
+
+cdef int file_truncate(file_t *f, uint64_t size) noexcept nogil:
+    cdef mem_t *m = f.m
+    cdef uint64_t page = ONE << m.page_shift, first = (size + page - 1) >> m.page_shift, i, pfn, head, last
+    cdef int error = 0
+    pthread_mutex_lock(&f.lock)
+    last = file_pages(f)
+    if f.kind == FILE_FSDAX and first < last and device_busy(f, first):
+        error = -EBUSY
+    elif f.kind != FILE_FSDAX:
+        error = file_room(f, size)
+    if error:
+        pthread_mutex_unlock(&f.lock)
+        return error
+    f.size = size
+    if first < last:
+        rmap_walk_file(f, first, last - first, unmap_stretch, NULL)
+    i = first
+    while i < last:
+        if f.kind == FILE_FSDAX:
+            dax_drop(f, i)
+            i += 1
+            continue
+        pfn = f.cache[i >> f.order]
+        if f.order == 0 and is_page(pfn) and page_is_tail(&m.map[pfn]):
+            # The end lies inside a THP: split it when nobody else holds it; else it stays whole until it is dropped.
+            head = compound_head_pfn(m.map, pfn)
+            if ref_add_positive(&m.map[head], 1):
+                trim_folio(f, head, i)
+            i = (i | ((ONE << m.pmd_order) - 1)) + 1
+            continue
+        elif pfn:
+            file_drop(f, i)
+        i += ONE << f.order
+    if size & (page - 1) and f.kind != FILE_FSDAX:
+        pfn = file_look(f, size >> m.page_shift)
+        if pfn and test_flag(&m.map[pfn], PG_mm_written):
+            memset(page_bytes(m, pfn) + (size & (page - 1)), 0, page - (size & (page - 1)))
+        if f.disk != NULL:
+            memset(f.disk + size, 0, page - (size & (page - 1)))
+    if f.on_disk != NULL and first < last:
+        memset(f.on_disk + first, 0, last - first)
+    pthread_mutex_unlock(&f.lock)
+    return 0
+
+cdef void trim_folio(file_t *f, uint64_t head, uint64_t index) noexcept nogil:
+    """Split a THP that the new end cuts, and drop its pages from `index` on. The caller's reference goes."""
+    cdef mem_t *m = f.m
+    cdef uint64_t i, nr = ONE << folio_order_of(&m.map[head]), start = m.map[head].index
+    if split(m, head, 0) == 0:
+        for i in range(nr):
+            # The split gave each piece the cache's reference and one of ours.
+            put_refs(m, &m.map[head + i], False, 1)
+        for i in range(index - start, nr):
+            file_drop(f, start + i)
+    else:
+        for i in range(index - start, nr):
+            if test_flag(&m.map[head + i], PG_mm_written):
+                memset(page_bytes(m, head + i), 0, ONE << m.page_shift)
+        put_refs(m, &m.map[head], True, 1)
+
+cdef int io_page(file_t *f, uint64_t at, uint8_t *data, uint64_t n, bint write) noexcept nogil:
+    """Copy within one page of the file; the page is brought in, but a hole is not filled by reading."""
+    cdef mem_t *m = f.m
+    cdef uint64_t pfn = 0, index = at >> m.page_shift, inside = at & ((ONE << m.page_shift) - 1), entry
+    cdef int error = 0
+    if f.kind == FILE_IOMEM:
+        if write:
+            memcpy(f.disk + at, data, n)
+        else:
+            memcpy(data, f.disk + at, n)
+        return 0
+    if not write and f.kind != FILE_DEVDAX and f.kind != FILE_FSDAX:
+        entry = f.cache[index >> f.order]
+        if entry <= CACHE_RESERVED and not (f.kind == FILE_EXT4 and f.on_disk[index]):
+            memset(data, 0, n)
+            return 0
+    error = file_page(f, index, False, &pfn)
+    if error:
+        return error
+    if write:
+        memcpy(page_bytes(m, pfn) + inside, data, n)
+        mark_dirty(m, compound_head_pfn(m.map, pfn))
+    elif test_flag(&m.map[pfn], PG_mm_written):
+        memcpy(data, page_bytes(m, pfn) + inside, n)
+    else:
+        memset(data, 0, n)
+    return 0
+
+cdef int file_io(File self, uint64_t at, object data, bint write) except -1:
+    cdef file_t *f = self.f
+    cdef const uint8_t[::1] view
+    cdef uint64_t n = len(data), done = 0, step, page = ONE << f.m.page_shift
+    cdef int error = 0
+    if f.kind == FILE_SECRETMEM or f.kind == FILE_PFNMAP or f.kind == FILE_DEVDAX:
+        raise InvalidArgument(f"a {self.kind} file cannot be read or written by read(2) and write(2): map it")
+    if n == 0:
+        return 0
+    view = data
+    self.mem.enter()
+    with nogil:
+        while done < n and error == 0:
+            step = min(n - done, page - ((at + done) & (page - 1)))
+            pthread_mutex_lock(&f.lock)
+            error = io_page(f, at + done, <uint8_t *>&view[done], step, write)
+            pthread_mutex_unlock(&f.lock)
+            done += step
+    self.mem.leave()
+    if error == FAULT_SIGBUS:
+        raise MMError(_errno.EIO, f"I/O at {at + done:#x}: {sigbus(f, at + done)}")
+    if error:
+        raise MMError(-error, f"no free page for offset {at + done:#x} of the file: free memory, or make a larger Memory")
+    return 0
+
+cdef device_t *device_arg(Memory mem, object device, int kind) except? NULL:
+    """One of mem.devices, by object or by index."""
+    cdef int i
+    cdef int wanted = <int>(DEVICE_GENERIC if kind == FILE_DEVDAX else DEVICE_FSDAX)
+    if device is None and kind == FILE_PFNMAP:
+        return NULL
+    if device is None:
+        raise InvalidArgument("a devdax or fsdax file needs device=, one of mem.devices: make the Memory with "
+                              "devices=[DevicePages(...)]")
+    if device in mem.devices:
+        i = mem.devices.index(device)
+    elif isinstance(device, int) and 0 <= device < len(mem.devices):
+        i = device
+    else:
+        raise InvalidArgument(f"device={device!r} is none of this Memory's {len(mem.devices)} devices")
+    if kind != FILE_PFNMAP and mem.m.device[i].type != wanted and not (kind == FILE_DEVDAX
+                                                                    and mem.m.device[i].type == DEVICE_PCI_P2PDMA):
+        raise InvalidArgument(f"{mem.devices[i]!r}: a {KIND_NAMES[kind]} file is made of a device of type "
+                              f"{'generic' if kind == FILE_DEVDAX else 'fsdax'}")
+    return &mem.m.device[i]
+
+cdef object file_setup(File self, Memory mem, size, int kind, page_size, device):
+    cdef mem_t *m = mem.ptr()
+    cdef file_t *f
+    cdef device_t *d = NULL
+    cdef uint64_t nbytes, i, pages, pfn
+    cdef unsigned order = 0
+    cdef int error = 0
+    if page_size is not None and kind != FILE_HUGETLBFS:
+        raise InvalidArgument(f"page_size= goes with hugetlbfs, not with {KIND_NAMES[kind]}")
+    if kind == FILE_HUGETLBFS:
+        wanted = parse_size(page_size, "page_size") if page_size is not None else (ONE << m.page_shift) << m.pmd_order
+        if wanted not in mem.hugetlb_pools():
+            raise InvalidArgument(f"no hugetlb pool of {format_size(wanted)} pages: make the Memory with hugetlb={{size: number}}")
+        order = (wanted >> m.page_shift).bit_length() - 1
+        if order != m.pmd_order and order != 2 * m.pmd_order:
+            raise InvalidArgument(f"hugetlb pages of {format_size(wanted)} have no leaf of their own: only PMD and PUD sizes can be mapped")
+        if size % wanted:
+            raise InvalidArgument(f"size {size:#x} is no multiple of the huge page size {wanted:#x}")
+    if kind in (FILE_DEVDAX, FILE_FSDAX, FILE_PFNMAP):
+        d = device_arg(mem, device, kind)
+    elif device is not None:
+        raise InvalidArgument(f"device= goes with devdax, fsdax and pfnmap, not with {KIND_NAMES[kind]}")
+    if d != NULL and size > (d.end - d.start) << m.page_shift:
+        raise InvalidArgument(f"size {size:#x} is more than the device has ({(d.end - d.start) << m.page_shift:#x})")
+    if d != NULL and kind == FILE_FSDAX:
+        for i in range(d.start, d.end):
+            if m.map[i].mapping and not page_is_tail(&m.map[i]):
+                raise MMError(_errno.EBUSY, "another fsdax file has pages of this device")
+    if spaces_get(m) == NULL:
+        raise MemoryError()
+    f = <file_t *>calloc(1, sizeof(file_t))
+    if f == NULL:
+        raise MemoryError()
+    pthread_mutex_init(&f.lock, NULL)
+    f.m = m
+    f.kind = kind
+    f.order = order
+    f.device = d
+    self.mem = mem
+    self.kind = KIND_NAMES[kind]
+    self.device = device
+    self.f = f
+    nbytes = size
+    pages = (nbytes + (ONE << m.page_shift) - 1) >> m.page_shift
+    if kind not in (FILE_DEVDAX, FILE_FSDAX) and d == NULL:
+        error = file_room(f, nbytes)
+    if error == 0:
+        error = file_register(f)
+    f.size = nbytes
+    if error == 0 and kind == FILE_IOMEM:
+        f.iomem_pfn = spaces_of(m).next_iomem
+        spaces_of(m).next_iomem += pages
+    if error == 0 and kind == FILE_PFNMAP and d == NULL:
+        for i in range(pages):
+            pfn = alloc_frames(m, 1, 0)
+            if pfn == 0:
+                error = -ENOMEM
+                break
+            page_init(&m.map[pfn], m.region[0].zone_flags, 1)
+            f.cache[i] = pfn
+            f.nr_cached += 1
+    if error:
+        raise MMError(-error, f"no memory for a {self.kind} file of {format_size(size)}")
+
+cdef File new_file(Memory mem, uint64_t size, int kind, unsigned order):
+    """What shared anonymous mappings stand on: shmem, or the kernel's own hugetlbfs mount."""
+    return File(mem, size, KIND_NAMES[kind], page_size=(ONE << mem.m.page_shift) << order if order else None)

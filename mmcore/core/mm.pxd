@@ -1,0 +1,23 @@
+"""MM: the Python face of an address space.
+
+The C side (mm_t) is malloc'ed and belongs to the object; it leaves family and registry when the mm exits.
+Each method checks its arguments, takes mmap_lock without the GIL, calls into the files of the nouns, and words errors.
+"""
+from libc.stdint cimport uint64_t
+from mmcore.core.space cimport *
+
+cdef class MM:
+    cdef readonly Memory mem
+    cdef mm_t *mm
+    cdef dict files             # id: File of every file that is or was mapped; an mm keeps what it maps
+    cdef readonly object rlimit_memlock     # bytes, or None
+    cdef readonly bint cap_ipc_lock
+    cdef readonly str user
+    cdef readonly str name      # of what forked: "1", "1.1", ...
+
+    cdef mm_t *ptr(self) except NULL        # raises when the Memory is closed or the mm exited
+    cdef mm_t *enter(self) except NULL      # the same, and counts a user of the Memory; leave() undoes
+    cdef void leave(self) noexcept
+
+cdef MM new_mm(Memory mem)
+cdef object access_error(MM self, int error, uint64_t addr, bint write, str call)   # words for -ENOMEM, FAULT_*

@@ -1,0 +1,722 @@
+"""MM: address spaces under Python's hands."""
+from libc.errno cimport EACCES, EAGAIN, EBUSY, EEXIST, EFAULT, EINVAL, ENOMEM
+from libc.stdint cimport uint8_t
+from libc.stdlib cimport calloc, free
+cimport cython
+from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, touch_pages
+from mmcore.core.buddy cimport pool_of, reserve_hugetlb
+from mmcore.core.file cimport FAULT_SIGBUS, FAULT_SIGSEGV, File, file_look, file_pages, new_file
+from mmcore.core.folio cimport count_arg
+from mmcore.core.hugetlb cimport hugetlb_reserve_file
+from mmcore.core.pgtable cimport *
+from mmcore.core.vma cimport (do_mprotect, do_munmap, exit_mmap, find_area, range_hole, vma_find, vma_granule, vma_insert,
+                              vma_lookup)
+
+import enum
+import errno as _errno
+import itertools
+from collections import namedtuple
+
+import numpy as np
+
+from .errors import InvalidArgument, MMError
+from .size import format_size, parse_size
+
+__all__ = ["MM", "VM", "VMA"]
+
+cdef dict _MODES = {"never": THP_NEVER, "madvise": THP_MADVISE, "always": THP_ALWAYS}
+_numbers = itertools.count(1)
+
+
+class VM(enum.IntFlag):
+    """Name the vm_flags of a VMA."""
+    READ = VM_READ
+    WRITE = VM_WRITE
+    EXEC = VM_EXEC
+    SHARED = VM_SHARED
+    MAYREAD = VM_MAYREAD
+    MAYWRITE = VM_MAYWRITE
+    MAYEXEC = VM_MAYEXEC
+    MAYSHARE = VM_MAYSHARE
+    PFNMAP = VM_PFNMAP
+    LOCKED = VM_LOCKED
+    IO = VM_IO
+    DONTCOPY = VM_DONTCOPY
+    DONTEXPAND = VM_DONTEXPAND
+    NORESERVE = VM_NORESERVE
+    HUGETLB = VM_HUGETLB
+    SOFTDIRTY = VM_SOFTDIRTY
+    MIXEDMAP = VM_MIXEDMAP
+    HUGEPAGE = VM_HUGEPAGE
+    NOHUGEPAGE = VM_NOHUGEPAGE
+    HUGE_RESV = VM_HUGE_RESV
+
+
+VMA = namedtuple("VMA", "start end flags file offset")
+VMA.__doc__ = """One mapping as it was when looked at: addresses [start, end), flags (VM), the File or None, offset in it."""
+
+# ---- life -----------------------------------------------------------------------------------------------------------------
+cdef int settings(Memory mem) except -1:
+    """Make the registry of a Memory, and copy what its config says about huge pages to where faults see it."""
+    cdef spaces_t *s
+    cdef bint first = spaces_of(&mem.m) == NULL
+    s = spaces_get(&mem.m)
+    if s == NULL:
+        raise MemoryError()
+    s.thp = _MODES[mem.config["thp"]]
+    s.shmem_thp = _MODES[mem.config["shmem_thp"]]
+    s.mthp = 0
+    for order in mem.config["mthp"]:
+        s.mthp |= ONE << <unsigned>order
+    return 0
+
+cdef MM new_mm(Memory mem):
+    """An empty address space, in no family yet."""
+    cdef MM self = MM.__new__(MM)
+    mm_setup(self, mem)
+    return self
+
+cdef int mm_setup(MM self, Memory mem) except -1:
+    cdef mem_t *m = mem.ptr()
+    cdef mm_t *mm
+    settings(mem)
+    mm = <mm_t *>calloc(1, sizeof(mm_t))
+    if mm == NULL:
+        raise MemoryError()
+    mm.m = m
+    pthread_rwlock_init(&mm.mmap_lock, NULL)
+    pthread_mutex_init(&mm.rmap_lock, NULL)
+    mm.exited = True
+    self.mem = mem
+    self.mm = mm
+    self.files = {}
+    if pgd_init(&mm.pgd, m) != 0:
+        raise no_frames(mem, "the top page table of an address space")
+    mm.hint = task_size(&mm.pgd) & ~((ONE << 27) - 1)
+    mm.exited = False
+    mm_register(mm)
+    return 0
+
+cdef object no_frames(Memory mem, str what):
+    total = sum([zone.free for zone in mem.zones])
+    return MMError(_errno.ENOMEM, f"no frame for {what}: {total} pages are free, blocks by order {mem.buddyinfo()}. Free some, "
+                                  "or make a larger Memory")
+
+cdef object access_error(MM self, int error, uint64_t addr, bint write, str call):
+    cdef vma_t *v = vma_lookup(self.mm, addr)
+    what = f"{call}: {'write to' if write else 'read of'} {addr:#x}"
+    if error == -ENOMEM:
+        refusal = no_frames(self.mem, f"{addr:#x}")
+        return MMError(_errno.ENOMEM, f"{what}: {refusal.strerror.partition(': ')[2]}", addr=addr)
+    if error == FAULT_SIGSEGV:
+        if v == NULL:
+            i = vma_find(self.mm, addr)
+            next_one = f"; the next mapping starts at {self.mm.vma[i].start:#x}" if i < self.mm.nr_vmas else ""
+            return MMError(_errno.EFAULT, f"{what}: nothing is mapped there{next_one} (SIGSEGV)", addr=addr)
+        return MMError(_errno.EFAULT, f"{what}: the mapping {v.start:#x}-{v.end:#x} does not allow it (its protection is "
+                                      f"{VM(v.flags & 7)!r}): mprotect() it first (SIGSEGV)", addr=addr)
+    if error == FAULT_SIGBUS:
+        return MMError(_errno.EFAULT, f"{what}: {sigbus_reason(self, addr)} (SIGBUS)", addr=addr)
+    return MMError(-error, what, addr=addr)
+
+cdef object sigbus_reason(MM self, uint64_t addr):
+    cdef vma_t *v = vma_lookup(self.mm, addr)
+    cdef uint64_t offset
+    if v == NULL:
+        return "nothing is mapped there"
+    if v.file == NULL or (v.file.kind == FILE_HUGETLBFS and page_index(self.mm, v, addr) < file_pages(v.file)):
+        return (f"the pool of {format_size((ONE << self.mm.m.page_shift) << v.order)} pages is empty: release some, or make "
+                "the Memory with a larger one")
+    if v.file.gone:
+        return "the device behind the mapping was removed"
+    offset = page_index(self.mm, v, addr) << self.mm.m.page_shift
+    return f"offset {offset:#x} is beyond the end of the {self.files[v.file.id].kind} file ({v.file.size:#x} bytes): it was truncated, or never as long"
+
+
+@cython.no_gc_clear
+cdef class MM:
+    """Model the address space of a process: MM(mem, *, rlimit_memlock=None, cap_ipc_lock=None, user="root").
+
+    rlimit_memlock: bytes or "64K", None for no limit; cap_ipc_lock: None means true only when there is no limit. MMs of one
+    user share what io_uring accounts to users. Threads may use one MM at once: faults run side by side, changes of its
+    shape one at a time. Raises MMError(ENOMEM) when there is no frame for its top page table. Kernel: struct mm_struct.
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        self.mm = NULL
+
+    def __init__(self, Memory mem not None, *, rlimit_memlock=None, cap_ipc_lock=None, user="root"):
+        if self.mm != NULL:
+            raise InvalidArgument("this MM is set up already")
+        if not isinstance(user, str):
+            raise TypeError(f"user is a name, not {user!r}")
+        self.rlimit_memlock = None if rlimit_memlock is None else parse_size(rlimit_memlock, "rlimit_memlock")
+        self.cap_ipc_lock = self.rlimit_memlock is None if cap_ipc_lock is None else bool(cap_ipc_lock)
+        self.user = user
+        self.name = str(next(_numbers))
+        mm_setup(self, mem)
+        if family_join(self.mm, NULL) != 0:
+            raise MemoryError()
+
+    cdef mm_t *ptr(self) except NULL:
+        if self.mm == NULL:
+            raise InvalidArgument("this MM was never set up")
+        self.mem.ptr()
+        if self.mm.exited:
+            raise MMError(_errno.ESRCH, f"the address space {self.name} has exited")
+        return self.mm
+
+    cdef mm_t *enter(self) except NULL:
+        cdef mm_t *mm = self.ptr()
+        self.mem.enter()
+        return mm
+
+    cdef void leave(self) noexcept:
+        self.mem.leave()
+
+    def __dealloc__(self):
+        cdef mm_t *mm = self.mm
+        if mm == NULL:
+            return
+        if not mm.exited and self.mem.m.map != NULL:
+            mm_exit(mm)
+        pthread_rwlock_destroy(&mm.mmap_lock)
+        pthread_mutex_destroy(&mm.rmap_lock)
+        free(mm.vma)
+        free(mm)
+
+    def exit(self):
+        """End the address space: unmap everything, free its tables. Later calls raise MMError(ESRCH). Kernel: exit_mmap()."""
+        cdef mm_t *mm = self.enter()
+        with nogil:
+            mm_exit(mm)
+        self.files.clear()
+        self.leave()
+
+    def __enter__(self):
+        self.ptr()
+        return self
+
+    def __exit__(self, *_):
+        if self.mm != NULL and not self.mm.exited and self.mem.m.map != NULL:
+            self.exit()
+
+    def __repr__(self):
+        if self.mm == NULL or self.mem.m.map == NULL:
+            return "<MM of a closed Memory>"
+        if self.mm.exited:
+            return f"<MM {self.name}, exited>"
+        return f"<MM {self.name}, {self.mm.nr_vmas} VMAs, rss {self.rss} pages>"
+
+    # -- shape -----------------------------------------------------------------------------------------------------------------
+    def mmap(self, length, prot=PROT_READ | PROT_WRITE, flags=MAP_PRIVATE | MAP_ANONYMOUS, file=None, offset=0, addr=None):
+        """Map anonymous memory, or a file from a byte offset on; returns the address.
+
+        length: bytes, or "2M". addr: a hint, or with MAP_FIXED the place. Mappings of 2 MiB and more are placed aligned to
+        the PMD size, hugetlb ones and devices to their page size. Shared anonymous memory stands on a File of its own.
+        Raises MMError: EINVAL, EEXIST (MAP_FIXED_NOREPLACE on something mapped), ENOMEM (no room, no tables, a hugetlb pool
+        that cannot promise its pages, too many VMAs), EAGAIN (MAP_LOCKED over RLIMIT_MEMLOCK), EBADF (no file), EACCES,
+        EOVERFLOW, ENODEV (the device is gone). Kernel: mmap(2).
+        """
+        cdef vma_t v
+        self.ptr()
+        size = parse_size(length, "length")
+        at = do_mmap(self, size, count_arg(prot, "prot", 0, 0x7fffffff), count_arg(flags, "flags", 0, ~<uint64_t>0), file,
+                     count_arg(offset, "offset", 0, ~<uint64_t>0), addr)
+        return at
+
+    def munmap(self, addr, length):
+        """Unmap all that is mapped in a range; holes are no error.
+
+        Raises MMError: EINVAL for an address that is no multiple of the page size, a length of 0, a range beyond the address
+        space, or one that cuts a huge page of hugetlb or a device; ENOMEM when a leaf must be split and there is no frame
+        for its table. Kernel: munmap(2).
+        """
+        cdef uint64_t start, end
+        cdef int error
+        cdef mm_t *mm = self.ptr()
+        range_arg(self, addr, length, "munmap()", &start, &end)
+        if end == start:
+            raise InvalidArgument("munmap() of length 0", addr=start)
+        self.mem.enter()
+        with nogil:
+            pthread_rwlock_wrlock(&mm.mmap_lock)
+            error = do_munmap(mm, start, end)
+            pthread_rwlock_unlock(&mm.mmap_lock)
+        self.mem.leave()
+        if error:
+            raise shape_error(self, error, "munmap()", start, end)
+
+    def mprotect(self, addr, length, prot):
+        """Change the protection of a range.
+
+        Raises MMError: EINVAL (misaligned, or it cuts a huge page of hugetlb or a device), ENOMEM (part of it is not mapped,
+        or no frame for a table), EACCES (the mapping may never have it). Kernel: mprotect(2).
+        """
+        cdef uint64_t start, end, wanted = count_arg(prot, "prot", 0, 7)
+        cdef int error
+        cdef mm_t *mm = self.ptr()
+        if count_arg(addr, "addr", 0, ~<uint64_t>0) + parse_size(length, "length") > task_size(&mm.pgd):
+            raise MMError(_errno.ENOMEM, f"mprotect(): the range from {addr:#x} on leaves the address space "
+                                         f"({task_size(&mm.pgd):#x})", addr=addr)
+        range_arg(self, addr, length, "mprotect()", &start, &end)
+        if start == end:
+            return
+        self.mem.enter()
+        with nogil:
+            pthread_rwlock_wrlock(&mm.mmap_lock)
+            error = do_mprotect(mm, start, end, wanted)
+            pthread_rwlock_unlock(&mm.mmap_lock)
+        self.mem.leave()
+        if error:
+            raise shape_error(self, error, "mprotect()", start, end)
+
+    # -- accesses --------------------------------------------------------------------------------------------------------------
+    def read(self, addr, n):
+        """Read n bytes as the process does; returns bytes.
+
+        Raises MMError(EFAULT) where nothing is mapped, where reading is not allowed (SIGSEGV), and beyond the end of a file
+        (SIGBUS); MMError(ENOMEM) when a page cannot be brought in.
+        """
+        data = bytearray(count_arg(n, "n", 0, ONE << 62))
+        user_copy(self, addr, data, False)
+        return bytes(data)
+
+    def write(self, addr, data):
+        """Write bytes as the process does. Raises as read(); a range that is not all writable is refused as a whole."""
+        user_copy(self, addr, memoryview(data).cast("B"), True)
+
+    def touch(self, addr, length, write=True):
+        """Access one byte of each page of a range, without changing any; returns the faults it took.
+
+        Raises as read(); pages before the one that failed stay.
+        """
+        cdef mm_t *mm = self.ptr()
+        cdef uint64_t start = count_arg(addr, "addr", 0, ~<uint64_t>0), faults = 0, end, page = ONE << mm.m.page_shift, stop = 0
+        cdef bint for_write = bool(write)
+        cdef int error = 0
+        size = parse_size(length, "length")
+        if size == 0:
+            return 0
+        if start + size > task_size(&mm.pgd):
+            raise MMError(_errno.EFAULT, f"touch(): the range from {start:#x} on leaves the address space", addr=start)
+        end = (start + <uint64_t>size + page - 1) & ~(page - 1)
+        start &= ~(page - 1)
+        self.mem.enter()
+        with nogil:
+            pthread_rwlock_rdlock(&mm.mmap_lock)
+            stop = access_stop(mm, start, end, for_write)
+            if stop < end:
+                error = FAULT_SIGSEGV
+                start = stop
+            else:
+                error = touch_pages(mm, &start, end, for_write, &faults)
+            pthread_rwlock_unlock(&mm.mmap_lock)
+        self.mem.leave()
+        if error:
+            raise access_error(self, error, start, for_write, "touch()")
+        return faults
+
+    # -- looking ---------------------------------------------------------------------------------------------------------------
+    @property
+    def vmas(self):
+        """List the mappings by address: VMA(start, end, flags, file, offset), as of now."""
+        cdef mm_t *mm = self.ptr()
+        pthread_rwlock_rdlock(&mm.mmap_lock)
+        try:
+            return [snapshot(self, &mm.vma[i]) for i in range(mm.nr_vmas)]
+        finally:
+            pthread_rwlock_unlock(&mm.mmap_lock)
+
+    def find_vma(self, addr):
+        """Return the VMA that holds an address, or None. (The kernel's find_vma also returns the next one above.)"""
+        cdef mm_t *mm = self.ptr()
+        cdef uint64_t at = count_arg(addr, "addr", 0, ~<uint64_t>0)
+        cdef vma_t *v
+        pthread_rwlock_rdlock(&mm.mmap_lock)
+        try:
+            v = vma_lookup(mm, at)
+            return snapshot(self, v) if v != NULL else None
+        finally:
+            pthread_rwlock_unlock(&mm.mmap_lock)
+
+    def pagemap(self, addr, nr, *, privileged=True):
+        """Return the uint64 words that /proc/PID/pagemap has for nr pages from addr on.
+
+        Bits 0-54 PFN (0 without privilege), or type and slot of swap; 55 soft-dirty, 56 exclusively mapped, 61 file page,
+        62 swapped, 63 present.
+        """
+        cdef mm_t *mm = self.ptr()
+        cdef uint64_t start = count_arg(addr, "addr", 0, ~<uint64_t>0), n = count_arg(nr, "nr", 0, ONE << 40)
+        cdef bint all_bits = bool(privileged)
+        cdef uint64_t[::1] words
+        array = np.zeros(n, np.uint64)
+        if start & ((ONE << mm.m.page_shift) - 1):
+            raise InvalidArgument(f"pagemap() from {start:#x}, which is no multiple of the page size", addr=start)
+        if n:
+            words = array
+            self.mem.enter()
+            with nogil:
+                pthread_rwlock_rdlock(&mm.mmap_lock)
+                pagemap_words(mm, start, &words[0], n, all_bits)
+                pthread_rwlock_unlock(&mm.mmap_lock)
+            self.mem.leave()
+        return array
+
+    def page_at(self, addr):
+        """Return the Page that is mapped at an address; None when none is, or it has no struct page. Takes no reference."""
+        cdef mm_t *mm = self.enter()
+        cdef uint64_t at = count_arg(addr, "addr", 0, (ONE << TASK_BITS) - 1), pfn
+        cdef int token = walk_enter(&mm.pgd)
+        pfn = page_at_addr(mm, at)
+        walk_leave(&mm.pgd, token)
+        self.leave()
+        return page_handle(self.mem, pfn) if 0 < pfn < mm.m.nr_pages else None
+
+    @property
+    def nr_tables(self):
+        """Page tables it has, the top one included; each is one frame."""
+        return a64_load_relaxed(&self.ptr().pgd.nr_tables)
+
+    @property
+    def rss(self):
+        """Resident pages: anonymous, file and shmem; hugetlb and zero pages are not counted, as in the kernel."""
+        cdef mm_t *mm = self.ptr()
+        return a64_load_relaxed(&mm.rss_anon) + a64_load_relaxed(&mm.rss_file) + a64_load_relaxed(&mm.rss_shmem)
+
+    @property
+    def rss_stat(self):
+        """Resident pages by kind, and those in swap: {"anon", "file", "shmem", "swap"}."""
+        cdef mm_t *mm = self.ptr()
+        return {"anon": a64_load_relaxed(&mm.rss_anon), "file": a64_load_relaxed(&mm.rss_file),
+                "shmem": a64_load_relaxed(&mm.rss_shmem), "swap": a64_load_relaxed(&mm.swapped)}
+
+    @property
+    def locked_vm(self):
+        """Pages that count against RLIMIT_MEMLOCK: mlocked ones, and those of drivers that account here (RDMA aside)."""
+        return a64_load_relaxed(&self.ptr().locked_vm)
+
+    @property
+    def pinned_vm(self):
+        """Pages that drivers account as pinned (RDMA, io_uring)."""
+        return a64_load_relaxed(&self.ptr().pinned_vm)
+
+    @property
+    def total_faults(self):
+        """Page faults it ever took."""
+        return a64_load_relaxed(&self.ptr().total_faults)
+
+    @property
+    def has_pinned(self):
+        """True once anything tried to pin its pages (MMF_HAS_PINNED): fork looks at pins only then."""
+        return bool(a64_load_relaxed(&self.ptr().flags) & MMF_HAS_PINNED)
+
+cdef void mm_exit(mm_t *mm) noexcept nogil:
+    pthread_rwlock_wrlock(&mm.mmap_lock)
+    if not mm.exited:
+        exit_mmap(mm)
+        family_leave(mm)
+        mm_unregister(mm)
+        mm.exited = True
+    pthread_rwlock_unlock(&mm.mmap_lock)
+
+cdef object snapshot(MM self, const vma_t *v):
+    file = self.files[v.file.id] if v.file != NULL else None
+    return VMA(v.start, v.end, VM(v.flags), file, v.pgoff << self.mm.m.page_shift if file is not None else 0)
+
+cdef int range_arg(MM self, object addr, object length, str call, uint64_t *start, uint64_t *end) except -1:
+    """An aligned address and a length rounded up to pages, within the address space."""
+    cdef mm_t *mm = self.ptr()
+    cdef uint64_t page = ONE << mm.m.page_shift
+    start[0] = count_arg(addr, "addr", 0, ~<uint64_t>0)
+    size = parse_size(length, "length")
+    if start[0] & (page - 1):
+        raise InvalidArgument(f"{call} at {start[0]:#x}, which is no multiple of the page size ({page:#x})", addr=start[0])
+    if size > task_size(&mm.pgd) or start[0] > task_size(&mm.pgd) - (<uint64_t>size + page - 1 & ~(page - 1)):
+        raise InvalidArgument(f"{call}: {size:#x} bytes from {start[0]:#x} on leave the address space, which ends at "
+                              f"{task_size(&mm.pgd):#x}", addr=start[0])
+    end[0] = start[0] + (<uint64_t>size + page - 1 & ~(page - 1))
+    return 0
+
+cdef object shape_error(MM self, int error, str call, uint64_t start, uint64_t end):
+    cdef mm_t *mm = self.mm
+    cdef uint64_t hole = range_hole(mm, start, end)
+    cdef vma_t *v
+    if error == -EINVAL:
+        v = vma_lookup(mm, start)
+        if v == NULL or start & (vma_granule(mm, v) - 1) == 0:
+            v = vma_lookup(mm, end - 1)
+        size = f" of {vma_granule(mm, v):#x} bytes" if v != NULL else ""
+        return InvalidArgument(f"{call}: {start:#x}-{end:#x} cuts a huge page{size} that cannot be split", addr=start)
+    if error == -ENOMEM and hole < end and call != "munmap()":
+        return MMError(_errno.ENOMEM, f"{call}: nothing is mapped at {hole:#x}. Nothing was changed", addr=hole)
+    if error == -ENOMEM:
+        return MMError(_errno.ENOMEM, f"{call}: no frame for the page table that splitting a huge page takes, or more than "
+                                      f"{MAX_MAP_COUNT} mappings", addr=start)
+    if error == -EACCES:
+        return MMError(_errno.EACCES, f"{call}: a mapping in {start:#x}-{end:#x} may never have this protection. Nothing was "
+                                      "changed", addr=start)
+    return MMError(-error, f"{call} of {start:#x}-{end:#x}", addr=start)
+
+cdef int user_copy(MM self, object addr, object data, bint write) except -1:
+    cdef mm_t *mm = self.ptr()
+    cdef uint64_t at = count_arg(addr, "addr", 0, ~<uint64_t>0), n = len(data), stop = 0
+    cdef const uint8_t[::1] view
+    cdef int error = 0
+    call = "write()" if write else "read()"
+    if n == 0:
+        return 0
+    if at + <object>n > task_size(&mm.pgd):
+        raise MMError(_errno.EFAULT, f"{call}: {n} bytes from {at:#x} on leave the address space", addr=at)
+    view = data
+    self.mem.enter()
+    with nogil:
+        pthread_rwlock_rdlock(&mm.mmap_lock)
+        stop = access_stop(mm, at, at + n, write)
+        if stop < at + n:
+            error = FAULT_SIGSEGV
+            at = stop
+        else:
+            error = access_bytes(mm, &at, <uint8_t *>&view[0], n, write)
+        pthread_rwlock_unlock(&mm.mmap_lock)
+    self.mem.leave()
+    if error:
+        raise access_error(self, error, at, write, call)
+    return 0
+
+# ---- mmap -------------------------------------------------------------------------------------------------------------------
+cdef object do_mmap(MM self, object size, uint64_t prot, uint64_t flags, object file, uint64_t offset, object addr):
+    cdef mm_t *mm = self.mm
+    cdef mem_t *m = mm.m
+    cdef uint64_t page = ONE << m.page_shift, length, align, at = 0, populated = 0, pages, end, faults = 0, start
+    cdef vma_t v
+    cdef unsigned order = 0
+    cdef int error = 0, kind = flags & 3
+    cdef file_t *f = NULL
+    cdef bint shared = kind == MAP_SHARED or kind == MAP_SHARED_VALIDATE, fixed
+    fixed = (flags & (MAP_FIXED | MAP_FIXED_NOREPLACE)) != 0
+    if size == 0:
+        raise InvalidArgument("mmap() of length 0")
+    if not kind:
+        raise InvalidArgument("mmap() flags need one of MAP_SHARED and MAP_PRIVATE")
+    if prot & ~<uint64_t>7:
+        raise InvalidArgument(f"prot {prot:#x} has bits beyond PROT_READ, PROT_WRITE and PROT_EXEC")
+    if size > task_size(&mm.pgd):
+        raise MMError(_errno.ENOMEM, f"mmap() of {size:#x} bytes: the address space has {task_size(&mm.pgd):#x}")
+    if offset & (page - 1):
+        raise InvalidArgument(f"offset {offset:#x} is no multiple of the page size")
+    if offset + size > ~<uint64_t>0:
+        raise MMError(_errno.EOVERFLOW, f"mmap(): offset {offset:#x} + {size:#x} bytes is beyond 64 bits")
+    if file is not None and flags & MAP_ANONYMOUS:
+        raise InvalidArgument("MAP_ANONYMOUS and a file exclude each other: pass flags=MAP_SHARED or MAP_PRIVATE with file=")
+    if file is None and not flags & MAP_ANONYMOUS:
+        raise MMError(_errno.EBADF, "mmap() without MAP_ANONYMOUS needs file=")
+    if file is not None and not isinstance(file, File):
+        raise TypeError(f"file is a File, not {file!r}")
+    if flags & MAP_HUGETLB and file is None:
+        order = hugetlb_order(self, flags)
+    if file is not None:
+        f = (<File>file).ptr()
+        if f.m != m:
+            raise InvalidArgument("the file belongs to another Memory")
+        check_file(file, f, shared, prot, offset)
+        order = f.order
+    align = page << order
+    if f != NULL and f.kind == FILE_DEVDAX:
+        align = page << f.device.leaf_order
+    if align > page and size % align and f != NULL and f.kind == FILE_DEVDAX:
+        raise InvalidArgument(f"length {size:#x} is no multiple of the device's alignment {align:#x}")
+    length = (<uint64_t>size + align - 1) & ~(align - 1)
+    pages = length >> m.page_shift
+    if f != NULL and f.kind in (FILE_PFNMAP, FILE_IOMEM, FILE_DEVDAX) and (offset + length + page - 1) >> m.page_shift > file_pages(f):
+        raise InvalidArgument(f"{length:#x} bytes at offset {offset:#x} are more than the {file.kind} file has ({f.size:#x})")
+    at = place_arg(self, addr, length, align, fixed, flags)
+    if not order and align == page and length >= page << m.pmd_order:
+        align = page << m.pmd_order
+    check_mlock(self, flags, pages)
+    v.start = at
+    v.end = at + length
+    v.flags = (prot & 7) | VM_MAYREAD | VM_MAYWRITE | VM_MAYEXEC | VM_SOFTDIRTY
+    v.file = f
+    v.order = order
+    v.has_anon = 0
+    if shared:
+        v.flags |= VM_SHARED | VM_MAYSHARE
+    if order:
+        v.flags |= VM_HUGETLB | VM_DONTEXPAND
+    if flags & MAP_NORESERVE:
+        v.flags |= VM_NORESERVE
+    if flags & MAP_LOCKED or (f != NULL and f.kind == FILE_SECRETMEM):
+        v.flags |= VM_LOCKED
+    if f != NULL and f.kind == FILE_PFNMAP:
+        v.flags |= VM_PFNMAP | VM_DONTEXPAND
+    if f != NULL and f.kind == FILE_IOMEM:
+        v.flags |= VM_PFNMAP | VM_IO | VM_DONTEXPAND
+    if f == NULL and shared:
+        file = new_file(self.mem, length, FILE_HUGETLBFS if order else FILE_TMPFS, order)
+        f = (<File>file).f
+        v.file = f
+    v.pgoff = offset >> m.page_shift
+    # Kept before anything is mapped: whatever happens, a file lives as long as what maps it.
+    if file is not None:
+        self.files[f.id] = file
+    self.mem.enter()
+    with nogil:
+        pthread_rwlock_wrlock(&mm.mmap_lock)
+        error = mmap_region(mm, &v, align, flags)
+        at = v.start
+        end = v.end
+        pthread_rwlock_unlock(&mm.mmap_lock)
+        if error == 0 and (flags & MAP_POPULATE or v.flags & VM_LOCKED) and not v.flags & VM_PFNMAP:
+            # What cannot be populated is left for faults, as in the kernel.
+            pthread_rwlock_rdlock(&mm.mmap_lock)
+            start = at
+            if v.flags & (VM_READ | VM_WRITE) and access_stop(mm, start, end, (v.flags & (VM_WRITE | VM_SHARED)) == VM_WRITE) == end:
+                touch_pages(mm, &start, end, (v.flags & (VM_WRITE | VM_SHARED)) == VM_WRITE, &faults)
+            pthread_rwlock_unlock(&mm.mmap_lock)
+    self.mem.leave()
+    if error == -EINVAL:
+        raise InvalidArgument(f"mmap() onto {at:#x}-{at + length:#x} would cut a huge page that cannot be split", addr=at)
+    if error == -_errno.EEXIST:
+        raise MMError(_errno.EEXIST, f"mmap(MAP_FIXED_NOREPLACE): something is mapped in {at:#x}-{at + length:#x} already",
+                      addr=at)
+    if error and order and not flags & MAP_NORESERVE and reserve_short(mm, &v):
+        nr, free_pages = self.mem.hugetlb_pools()[page << order]
+        raise MMError(_errno.ENOMEM, f"the pool of {format_size(page << order)} pages cannot promise {length // (page << order)} "
+                                     f"pages: {free_pages} of {nr} are free, and {pool_promised(m, order)} of these are promised: "
+                                     "make it larger, or pass MAP_NORESERVE", addr=at)
+    if error:
+        raise MMError(_errno.ENOMEM, f"mmap() of {length:#x} bytes: no room in the address space, more than {MAX_MAP_COUNT} "
+                                     "mappings, or no memory for page tables", addr=at)
+    return at
+
+cdef uint64_t pool_promised(mem_t *m, unsigned order):
+    return pool_of(m, order).nr_resv
+
+cdef bint reserve_short(mm_t *mm, const vma_t *v):
+    cdef hstate_t *h = pool_of(mm.m, v.order)
+    return h.nr_free < h.nr_resv + ((v.end - v.start) >> mm.m.page_shift >> v.order)
+
+cdef int mmap_region(mm_t *mm, vma_t *v, uint64_t align, uint64_t flags) noexcept nogil:
+    """Place, clear the place, reserve, map raw PFNs, insert. 0, -ENOMEM, -EINVAL, -EEXIST; v says where."""
+    cdef uint64_t length = v.end - v.start, nr, i
+    cdef int error = 0
+    if flags & MAP_FIXED_NOREPLACE:
+        i = vma_find(mm, v.start)
+        if i < mm.nr_vmas and mm.vma[i].start < v.end:
+            return -EEXIST
+    elif flags & MAP_FIXED:
+        pass
+    else:
+        i = vma_find(mm, v.start)
+        if v.start == 0 or (i < mm.nr_vmas and mm.vma[i].start < v.end):
+            v.start = find_area(mm, length, align)
+            if v.start == 0:
+                return -ENOMEM
+            v.end = v.start + length
+    if v.file == NULL:
+        v.pgoff = v.start >> mm.m.page_shift
+    # The promise first: it is what most often fails, and nothing is undone more easily.
+    if v.flags & VM_HUGETLB and not v.flags & VM_NORESERVE:
+        nr = length >> mm.m.page_shift >> v.order
+        if v.flags & VM_SHARED:
+            error = hugetlb_reserve_file(v.file, v.pgoff >> v.order, nr)
+        else:
+            error = reserve_hugetlb(mm.m, v.order, <int64_t>nr)
+            if error == 0:
+                v.flags |= VM_HUGE_RESV
+        if error:
+            return error
+    if flags & MAP_FIXED:
+        error = do_munmap(mm, v.start, v.end)
+    if error == 0:
+        error = vma_insert(mm, v)
+    if error == 0 and v.flags & VM_PFNMAP:
+        error = remap_pfn_range(mm, vma_lookup(mm, v.start), v.start, v.end)
+        if error:
+            do_munmap(mm, v.start, v.end)
+    elif error and v.flags & VM_HUGE_RESV:
+        reserve_hugetlb(mm.m, v.order, -<int64_t>(length >> mm.m.page_shift >> v.order))
+    if error == 0 and v.flags & VM_LOCKED:
+        a64_fetch_add_relaxed(&mm.locked_vm, length >> mm.m.page_shift)
+    return error
+
+cdef int remap_pfn_range(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil:
+    """Map raw PFNs: special entries, which count nothing."""
+    cdef mem_t *m = mm.m
+    cdef uint64_t table, bits = PTE_PRESENT | PTE_USER | PTE_ACCESSED | PTE_SPECIAL
+    cdef uint64_t *entry
+    cdef int error
+    if not v.flags & (VM_READ | VM_WRITE | VM_EXEC):
+        bits = (bits & ~PTE_PRESENT) | PTE_PROTNONE
+    if v.flags & VM_WRITE and v.flags & VM_SHARED:
+        bits |= PTE_RW
+    while start < end:
+        table = table_make(&mm.pgd, start, 0, &error)
+        if table == 0:
+            return error
+        entry = table_at(m, table) + table_index(&mm.pgd, start, 0)
+        table_lock(m, table)
+        if entry[0] == 0:
+            table_used(m, table)[0] += 1
+        a64_store_release(entry, (file_look(v.file, page_index(mm, v, start)) << PTE_PFN_SHIFT) | bits)
+        table_unlock(m, table)
+        start += ONE << m.page_shift
+    return 0
+
+cdef unsigned hugetlb_order(MM self, uint64_t flags) except 0:
+    cdef mem_t *m = self.mm.m
+    cdef unsigned log = <unsigned>(flags >> MAP_HUGE_SHIFT) & MAP_HUGE_MASK
+    size = (ONE << m.page_shift) << m.pmd_order if log == 0 else <object>1 << log
+    pools = self.mem.hugetlb_pools()
+    if size not in pools:
+        raise InvalidArgument(f"MAP_HUGETLB: no pool of {format_size(size)} pages (there are {', '.join(map(format_size, pools)) or 'none'}): "
+                              "make the Memory with hugetlb={size: number}")
+    order = (size >> m.page_shift).bit_length() - 1
+    if order != m.pmd_order and order != 2 * m.pmd_order:
+        raise InvalidArgument(f"hugetlb pages of {format_size(size)} have no leaf of their own: only PMD and PUD sizes can be mapped")
+    return order
+
+cdef object check_file(File file, file_t *f, bint shared, uint64_t prot, uint64_t offset):
+    if f.gone:
+        raise MMError(_errno.ENODEV, f"the device of the {file.kind} file was removed")
+    if not shared and f.kind in (FILE_DEVDAX, FILE_SECRETMEM):
+        raise InvalidArgument(f"a {file.kind} file is mapped with MAP_SHARED only")
+    if not shared and f.kind in (FILE_PFNMAP, FILE_IOMEM):
+        raise InvalidArgument(f"a private mapping of a {file.kind} file could be written one day, and copying needs struct pages: "
+                              "map it with MAP_SHARED")
+    if f.order and offset & (((ONE << f.m.page_shift) << f.order) - 1):
+        raise InvalidArgument(f"offset {offset:#x} is no multiple of the huge page size {file.page_size:#x}")
+    if f.kind == FILE_DEVDAX and offset & (file.page_size - 1):
+        raise InvalidArgument(f"offset {offset:#x} is no multiple of the device's alignment {file.page_size:#x}")
+
+cdef uint64_t place_arg(MM self, object addr, uint64_t length, uint64_t align, bint fixed, uint64_t flags) except? 0:
+    """Where it should go; 0: anywhere."""
+    cdef mm_t *mm = self.mm
+    cdef uint64_t at
+    if addr is None:
+        if fixed:
+            raise InvalidArgument("MAP_FIXED needs addr=")
+        return 0
+    at = count_arg(addr, "addr", 0, ~<uint64_t>0)
+    if fixed and at & (align - 1):
+        raise InvalidArgument(f"MAP_FIXED at {at:#x}, which is no multiple of {align:#x}", addr=at)
+    if at > task_size(&mm.pgd) or length > task_size(&mm.pgd) - at:
+        if fixed:
+            raise MMError(_errno.ENOMEM, f"MAP_FIXED at {at:#x}: {length:#x} bytes leave the address space, which ends at "
+                                         f"{task_size(&mm.pgd):#x}", addr=at)
+        return 0
+    if fixed and at < 0x10000:
+        raise MMError(_errno.EPERM, f"MAP_FIXED at {at:#x}: below vm.mmap_min_addr (0x10000)", addr=at)
+    return at & ~(align - 1)
+
+cdef int check_mlock(MM self, uint64_t flags, uint64_t pages) except -1:
+    cdef mm_t *mm = self.mm
+    if not flags & MAP_LOCKED or self.cap_ipc_lock or self.rlimit_memlock is None:
+        return 0
+    locked = a64_load_relaxed(&mm.locked_vm)
+    limit = self.rlimit_memlock >> mm.m.page_shift
+    if locked + pages > limit:
+        raise MMError(_errno.EAGAIN, f"MAP_LOCKED: {pages} pages with {locked} locked already are more than RLIMIT_MEMLOCK allows "
+                                     f"({limit} pages): raise the limit (ulimit -l), or give CAP_IPC_LOCK")
+    return 0

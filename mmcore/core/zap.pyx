@@ -1,0 +1,283 @@
+"""Unmapping."""
+from libc.errno cimport ENOMEM
+from mmcore.core.buddy cimport free_folio
+from mmcore.core.folio cimport FREED, put_refs
+from mmcore.core.frames cimport give_huge, give_pages
+from mmcore.core.lock cimport mark_dirty
+from mmcore.core.pgtable cimport *
+from mmcore.core.rmap cimport *
+from mmcore.core.swap cimport swap_free
+
+cdef void zap_begin(zap_t *z, mm_t *mm) noexcept nogil:
+    z.mm = mm
+    z.m = mm.m
+    z.nr_small = z.nr_huge = 0
+    z.anon = z.file = z.shmem = z.swapped = 0
+
+cdef void zap_end(zap_t *z) noexcept nogil:
+    if z.nr_small:
+        give_pages(z.m, z.small, z.nr_small)
+    if z.nr_huge:
+        give_huge(z.m, z.huge, z.nr_huge)
+    if z.anon:
+        a64_fetch_add_relaxed(&z.mm.rss_anon, <uint64_t>-z.anon)
+    if z.file:
+        a64_fetch_add_relaxed(&z.mm.rss_file, <uint64_t>-z.file)
+    if z.shmem:
+        a64_fetch_add_relaxed(&z.mm.rss_shmem, <uint64_t>-z.shmem)
+    if z.swapped:
+        a64_fetch_add_relaxed(&z.mm.swapped, <uint64_t>-z.swapped)
+    zap_begin(z, z.mm)
+
+cdef int64_t *rss_word(zap_t *z, const page_t *head) noexcept nogil:
+    if folio_is_anon(head):
+        return &z.anon
+    return &z.shmem if test_flag(head, PG_swapbacked) else &z.file
+
+cdef void rss_add(mm_t *mm, uint64_t head, int64_t pages) noexcept nogil:
+    """Count pages into rss. hugetlb is not in it, as in the kernel; what is swap-backed and not anonymous is shmem."""
+    cdef page_t *page = &mm.m.map[head]
+    if folio_is_hugetlb(page):
+        return
+    if folio_is_anon(page):
+        a64_fetch_add_relaxed(&mm.rss_anon, <uint64_t>pages)
+    elif test_flag(page, PG_swapbacked):
+        a64_fetch_add_relaxed(&mm.rss_shmem, <uint64_t>pages)
+    else:
+        a64_fetch_add_relaxed(&mm.rss_file, <uint64_t>pages)
+
+cdef int put_mapping(mem_t *m, uint64_t head, uint32_t refs) noexcept nogil:
+    """Drop references that mappings held, and free the folio at 0."""
+    cdef page_t *page = &m.map[head]
+    cdef unsigned order = folio_order_of(page)
+    cdef int result = put_refs(m, page, page_is_head(page), refs)
+    if result == FREED:
+        free_folio(m, head, order)
+    return result
+
+cdef void small_done(zap_t *z, uint64_t pfn) noexcept nogil:
+    z.small[z.nr_small] = pfn
+    z.nr_small += 1
+    if z.nr_small == ZAP_SMALL:
+        give_pages(z.m, z.small, z.nr_small)
+        z.nr_small = 0
+
+cdef inline bint zap_fast(zap_t *z, uint64_t pfn) noexcept nogil:
+    """An anonymous small page that only this entry holds: gone in one compare-and-swap, its struct page free."""
+    cdef page_t *page = &z.m.map[pfn]
+    cdef uint64_t flags = a64_load_relaxed(&page.flags), both = MAPPED_ONCE
+    cdef uint64_t stop = (ONE << PG_locked) | (ONE << PG_writeback) | (ONE << PG_head) | (ONE << PG_reserved) \
+        | (ONE << PG_hwpoison) | (ONE << PG_waiters)
+    if mm_unlikely(flags & stop or not page.mapping & FOLIO_MAPPING_ANON or page.compound_info & 1):
+        return False
+    if mm_unlikely(not a64_cas_acq_rel(&page._mapcount, &both, UNMAPPED_FREE)):
+        return False
+    a64_store_relaxed(&page.flags, flags & ~((ONE << ZONE_SHIFT) - 1))
+    page.mapping = 0
+    page.index = 0
+    page.private = 0
+    z.anon += 1
+    small_done(z, pfn)
+    return True
+
+cdef void zap_small(zap_t *z, uint64_t pfn, bint dirty) noexcept nogil:
+    cdef page_t *page = &z.m.map[pfn]
+    cdef int64_t *rss = rss_word(z, page)
+    if dirty and rss != &z.anon:
+        mark_dirty(z.m, pfn)
+    rss[0] += 1
+    a32_fetch_add_relaxed(&page._mapcount, <uint32_t>-1)
+    put_mapping(z.m, pfn, 1)
+
+cdef uint64_t zap_large(zap_t *z, uint64_t *entry, uint64_t left) noexcept nogil:
+    """PTEs of one large folio, from this one on: as many as follow each other. Returns how many."""
+    cdef mem_t *m = z.m
+    cdef uint64_t pfn = pte_pfn(entry[0]), head = compound_head_pfn(m.map, pfn), nr = 0, e
+    cdef uint64_t end = head + (ONE << folio_order_of(&m.map[head]))
+    cdef int64_t *rss = rss_word(z, &m.map[head])
+    cdef bint dirty = False
+    while nr < left and pfn + nr < end:
+        e = entry[nr]
+        if not pte_present(e) or e & PTE_SPECIAL or pte_pfn(e) != pfn + nr:
+            break
+        dirty = dirty or (e & PTE_DIRTY) != 0
+        large_page_unmap(&m.map[head], &m.map[pfn + nr])
+        a64_store_relaxed(&entry[nr], 0)
+        nr += 1
+    if dirty and rss != &z.anon:
+        mark_dirty(m, head)
+    rss[0] += <int64_t>nr
+    put_mapping(m, head, <uint32_t>nr)
+    return nr
+
+cdef void zap_ptes(zap_t *z, uint64_t table, uint64_t addr, uint64_t end) noexcept nogil:
+    cdef mem_t *m = z.m
+    cdef uint64_t i, k, e, pfn, nr = (end - addr) >> m.page_shift, gone = 0
+    cdef uint64_t *entry = table_at(m, table) + table_index(&z.mm.pgd, addr, 0)
+    table_lock(m, table)
+    if table_used(m, table)[0] == 0:
+        table_unlock(m, table)
+        return
+    i = 0
+    while i < nr:
+        e = entry[i]
+        if e == 0:
+            i += 1
+            continue
+        k = 1
+        if i + 8 < nr and entry[i + 8] & PTE_PRESENT and pte_pfn(entry[i + 8]) < m.nr_pages:
+            prefetch_write(&m.map[pte_pfn(entry[i + 8])])
+        if not pte_present(e):
+            a64_store_relaxed(&entry[i], 0)
+            if swp_type(e) == SWP_TYPE_SWAP:
+                swap_free(m, swp_offset(e), 1)
+                z.swapped += 1
+        elif e & PTE_SPECIAL:
+            a64_store_relaxed(&entry[i], 0)
+        else:
+            pfn = pte_pfn(e)
+            a64_store_relaxed(&entry[i], 0)
+            if not zap_fast(z, pfn):
+                if page_is_tail(&m.map[pfn]) or page_is_head(&m.map[pfn]):
+                    entry[i] = e
+                    k = zap_large(z, entry + i, nr - i)
+                else:
+                    zap_small(z, pfn, (e & PTE_DIRTY) != 0)
+        gone += k
+        i += k
+    table_used(m, table)[0] -= gone
+    table_unlock(m, table)
+
+cdef void zap_one(zap_t *z, uint64_t e, int level) noexcept nogil:
+    """Undo what one entry stood for; the entry itself is gone already."""
+    cdef mem_t *m = z.m
+    cdef uint64_t pfn = pte_pfn(e), head, word
+    cdef page_t *page
+    cdef int64_t *rss
+    cdef bint huge
+    if not pte_present(e):
+        if swp_type(e) == SWP_TYPE_SWAP:
+            swap_free(m, swp_offset(e), 1)
+            z.swapped += 1
+        return
+    if e & PTE_SPECIAL:
+        return
+    if level == 0:
+        if zap_fast(z, pfn):
+            return
+        if page_is_tail(&m.map[pfn]) or page_is_head(&m.map[pfn]):
+            zap_large(z, &e, 1)
+        else:
+            zap_small(z, pfn, (e & PTE_DIRTY) != 0)
+        return
+    head = compound_head_pfn(m.map, pfn)
+    page = &m.map[head]
+    if not page_is_head(page):
+        return      # base pages of a device: the leaf counted nothing
+    rss = rss_word(z, page)
+    if not folio_is_hugetlb(page):
+        rss[0] += <int64_t>(ONE << level_order(&z.mm.pgd, level))
+    if e & PTE_DIRTY and rss != &z.anon:
+        mark_dirty(m, head)
+    leaf_unmap(page)
+    huge = rss == &z.anon and level == 1 and not folio_is_hugetlb(page)
+    if put_refs(m, page, True, 1) != FREED:
+        return
+    if huge:
+        z.huge[z.nr_huge] = head
+        z.nr_huge += 1
+        if z.nr_huge == ZAP_HUGE:
+            give_huge(m, z.huge, z.nr_huge)
+            z.nr_huge = 0
+    else:
+        free_folio(m, head, folio_order_of(page))
+
+cdef void zap_table(zap_t *z, uint64_t table, int level, uint64_t start, uint64_t end) noexcept nogil:
+    """The entries of one table, and what is below them. Upper tables are not locked on the way down: mmap_lock is held,
+    so that a table stays a table; a leaf may be split meanwhile, and is looked at again under the lock."""
+    cdef mem_t *m = z.m
+    cdef pgd_t *g = &z.mm.pgd
+    cdef uint64_t at = start, next, e
+    cdef uint64_t *entry
+    if level == 0:
+        zap_ptes(z, table, start, end)
+        return
+    while at < end:
+        next = level_end(g, at, end, level)
+        entry = table_at(m, table) + table_index(g, at, level)
+        e = a64_load_acquire(entry)
+        if e != 0 and not pte_table(e, level):
+            table_lock(m, table)
+            e = a64_load_relaxed(entry)
+            if e != 0 and not pte_table(e, level):
+                a64_store_relaxed(entry, 0)
+                table_used(m, table)[0] -= 1
+                zap_one(z, e, level)
+            table_unlock(m, table)
+            e = a64_load_acquire(entry)
+        if pte_table(e, level):
+            zap_table(z, pte_pfn(e), level - 1, at, next)
+        at = next
+
+cdef void zap_range(zap_t *z, vma_t *v, uint64_t start, uint64_t end) noexcept nogil:
+    zap_table(z, z.mm.pgd.top, z.mm.pgd.levels - 1, start, end)
+
+# ---- splitting leaves -------------------------------------------------------------------------------------------------
+cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
+    """Map the pages of a PMD leaf by PTEs instead. Every page keeps what it had: write, dirty, soft-dirty, exclusive.
+
+    The references for the 511 further mappings are taken before the entry changes, so that at no moment a mapping is
+    without one. The leaf may be gone, or split by another, when the lock is had: then there is nothing to do.
+    """
+    cdef mem_t *m = mm.m
+    cdef pgd_t *g = &mm.pgd
+    cdef int level = 1
+    cdef uint64_t table, e, new, pfn, bits, i, nr = ONE << g.bits
+    cdef uint64_t *entry = walk_find(g, addr, &level, &table)
+    cdef uint64_t *pte
+    cdef page_t *head
+    cdef bint exclusive
+    if level != 1 or not pte_leaf(a64_load_acquire(entry), 1):
+        return 0
+    new = table_alloc(g)
+    if new == 0:
+        return -ENOMEM
+    pte = table_at(m, new)
+    table_lock(m, table)
+    e = a64_load_relaxed(entry)
+    if not pte_leaf(e, 1):
+        table_unlock(m, table)
+        table_discard(g, new)
+        return 0
+    pfn = pte_pfn(e)
+    if e & PTE_SPECIAL and pfn == m.huge_zero_pfn:
+        for i in range(nr):
+            pte[i] = (m.zero_pfn << PTE_PFN_SHIFT) | (e & ~(PTE_PFN_MASK | PTE_PSE))
+    else:
+        head = &m.map[compound_head_pfn(m.map, pfn)]
+        bits = e & ~(PTE_PFN_MASK | PTE_PSE)
+        for i in range(nr):
+            pte[i] = ((pfn + i) << PTE_PFN_SHIFT) | bits
+        if page_is_head(head) and not e & PTE_SPECIAL:
+            exclusive = folio_is_anon(head) and test_flag(head, PG_owner_2)
+            a32_fetch_add_acq_rel(&head._refcount, <uint32_t>(nr - 1))
+            mark_tails(head)
+            for i in range(nr):
+                if exclusive:
+                    set_flag(&m.map[pfn + i], PG_owner_2)
+                if a32_fetch_add_relaxed(&m.map[pfn + i]._mapcount, 1) == <uint32_t>-1:
+                    a32_fetch_add_relaxed(&as_folio(head)._nr_pages_mapped, 1)
+            a32_fetch_add_relaxed(&as_folio(head)._large_mapcount, <uint32_t>nr)
+            leaf_unmap(head)
+    table_used(m, new)[0] = nr
+    a64_store_release(entry, (new << PTE_PFN_SHIFT) | PTE_PRESENT | PTE_RW | PTE_USER | PTE_ACCESSED)
+    table_unlock(m, table)
+    return 0
+
+cdef int split_at(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
+    cdef int level = 1
+    cdef uint64_t table, e
+    if v.flags & VM_HUGETLB or addr & (level_size(&mm.pgd, 1) - 1) == 0:
+        return 0
+    e = a64_load_acquire(walk_find(&mm.pgd, addr, &level, &table))
+    return split_leaf(mm, v, addr) if level == 1 and pte_leaf(e, 1) else 0

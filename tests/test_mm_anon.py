@@ -1,0 +1,230 @@
+"""Anonymous memory: mapping, touching, reading and writing, unmapping, and what pagemap says."""
+import errno
+
+import numpy as np
+import pytest
+
+import mmcore as mmc
+from mmcore import InvalidArgument, MM, MMError, Memory
+from support import refused
+
+PAGE = 4096
+HUGE = 2 << 20
+PRESENT, SWAP, FILE, EXCLUSIVE, SOFT = 1 << 63, 1 << 62, 1 << 61, 1 << 56, 1 << 55
+PFN = (1 << 55) - 1
+
+
+def word(mm, addr):
+    return int(mm.pagemap(addr, 1)[0])
+
+
+@pytest.fixture
+def mem():
+    with Memory("64M") as mem:
+        free = mem.vmstat()["nr_free_pages"]
+        yield mem
+        mem.check()
+        assert mem.vmstat()["nr_free_pages"] == free, "frames leaked"
+
+
+@pytest.fixture
+def mm(mem):
+    with MM(mem) as mm:
+        yield mm
+
+
+def test_write_and_read_back(mm):
+    a = mm.mmap(4 * PAGE)
+    assert mm.read(a, 4 * PAGE) == bytes(4 * PAGE)
+    mm.write(a + PAGE - 3, b"across")
+    assert mm.read(a + PAGE - 4, 8) == b"\0across\0"
+    mm.mem.check()
+
+
+def test_reads_map_the_zero_page_and_writes_a_page(mm):
+    """
+        read   |zero |zero |          no frame taken, refcount of the zero page stays
+        write  |zero | new |
+    """
+    a = mm.mmap(2 * PAGE)
+    zero = mm.mem.zero_page
+    before = zero.refcount
+    assert mm.touch(a, 2 * PAGE, write=False) == 2
+    assert mm.page_at(a) == zero and mm.page_at(a + PAGE) == zero and zero.refcount == before
+    assert mm.rss == 0
+    assert mm.touch(a + PAGE, PAGE) == 1
+    page = mm.page_at(a + PAGE)
+    assert page != zero and (page.refcount, page.mapcount) == (1, 1) and mm.rss == 1
+    assert mmc.PageFlags.anon_exclusive in page.flags       # anonymous and exclusive
+
+
+def test_touch_counts_faults_once(mm):
+    a = mm.mmap("1M")
+    assert mm.touch(a, "1M") == 256 and mm.total_faults == 256
+    assert mm.touch(a, "1M") == 0 and mm.total_faults == 256
+    assert mm.rss == 256 and mm.rss_stat == {"anon": 256, "file": 0, "shmem": 0, "swap": 0}
+
+
+def test_pagemap_words(mm):
+    a = mm.mmap(3 * PAGE)
+    mm.touch(a, PAGE)
+    mm.touch(a + PAGE, PAGE, write=False)
+    written, zero, none = (int(w) for w in mm.pagemap(a, 3))
+    assert written == PRESENT | EXCLUSIVE | SOFT | mm.page_at(a).pfn
+    # A new VMA reads as soft-dirty all over, whatever is there.
+    assert zero == PRESENT | SOFT | mm.mem.zero_page.pfn
+    assert none == SOFT
+    assert not np.any(mm.pagemap(a + (1 << 30), 2))
+
+
+@pytest.mark.parametrize("start, nr", [(0, 1), (1, 1), (7, 1), (0, 8), (2, 3), (3, 5)])
+def test_munmap_splits_and_mmap_merges(mm, start, nr):
+    """
+        |0 1 2 3 4 5 6 7|   munmap [start, start + nr)   MAP_FIXED fills the hole: one VMA again
+    """
+    a = mm.mmap(8 * PAGE)
+    mm.write(a, bytes(range(8)) * PAGE)
+    mm.munmap(a + start * PAGE, nr * PAGE)
+    assert len(mm.vmas) == (start > 0) + (start + nr < 8)
+    assert mm.rss == 8 - nr
+    mm.mem.check()
+    for i in range(8):
+        if start <= i < start + nr:
+            with pytest.raises(MMError) as caught:
+                mm.read(a + i * PAGE, 1)
+            assert caught.value.errno == errno.EFAULT and caught.value.addr == a + i * PAGE
+        else:
+            assert mm.read(a + i * PAGE, 8) == bytes(range(8))
+    assert mm.mmap(nr * PAGE, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_FIXED, addr=a + start * PAGE) == a + start * PAGE
+    assert [(v.start, v.end) for v in mm.vmas] == [(a, a + 8 * PAGE)]
+    assert mm.read(a + start * PAGE, PAGE) == bytes(PAGE)
+
+
+def test_tables_go_with_what_they_map(mm):
+    assert mm.nr_tables == 1
+    a = mm.mmap(HUGE)
+    mm.touch(a, PAGE)
+    assert mm.nr_tables == 4
+    mm.munmap(a, HUGE)
+    assert mm.nr_tables == 1
+
+
+def test_exit_gives_everything_back(mem):
+    mm = MM(mem)
+    mm.touch(mm.mmap("8M"), "8M")
+    mm.exit()
+    with pytest.raises(MMError) as caught:
+        mm.mmap(PAGE)
+    assert caught.value.errno == errno.ESRCH
+
+
+def test_out_of_memory_leaks_nothing(mm):
+    a = mm.mmap("128M")
+    with pytest.raises(MMError, match="no frame") as caught:
+        mm.touch(a, "128M")
+    assert caught.value.errno == errno.ENOMEM and caught.value.addr >= a
+    mm.mem.check()
+    mm.munmap(a, "128M")
+
+
+@pytest.mark.parametrize("site, nth", [("frame", 1), ("frame", 5), ("table", 1), ("table", 3)])
+def test_injected_failures_of_faults(mm, site, nth):
+    a = mm.mmap(8 * PAGE)
+    with mm.mem.inject(site, nth), pytest.raises(MMError) as caught:
+        mm.touch(a, 8 * PAGE)
+    assert caught.value.errno == errno.ENOMEM
+    mm.mem.check()
+    # Three tables are frames too: of five frames, the last one to be had was the first page's.
+    assert mm.touch(a, 8 * PAGE) == (7 if (site, nth) == ("frame", 5) else 8)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+TASK = (1 << 47) - PAGE
+ANON = mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS
+
+
+@pytest.mark.parametrize("args, number", [
+    (dict(length=0), errno.EINVAL),
+    (dict(length=1 << 48), errno.ENOMEM),
+    (dict(length=PAGE, flags=mmc.MAP_ANONYMOUS), errno.EINVAL),
+    (dict(length=PAGE, prot=64), errno.EINVAL),
+    (dict(length=PAGE, flags=mmc.MAP_PRIVATE), errno.EBADF),
+    (dict(length=PAGE, offset=5), errno.EINVAL),
+    (dict(length=PAGE, offset=(1 << 64) - PAGE), errno.EOVERFLOW),
+    (dict(length=PAGE, flags=ANON | mmc.MAP_FIXED), errno.EINVAL),
+    (dict(length=PAGE, flags=ANON | mmc.MAP_FIXED, addr=PAGE * 20 + 1), errno.EINVAL),
+    (dict(length=2 * PAGE, flags=ANON | mmc.MAP_FIXED, addr=TASK - PAGE), errno.ENOMEM),
+    (dict(length=PAGE, flags=ANON | mmc.MAP_FIXED, addr=(1 << 64) - PAGE), errno.ENOMEM),
+    (dict(length=PAGE, flags=ANON | mmc.MAP_FIXED, addr=PAGE), errno.EPERM),
+    (dict(length=PAGE, flags=ANON | mmc.MAP_HUGETLB), errno.EINVAL),
+])
+def test_mmap_refuses(mm, args, number):
+    with refused(mm.mem, MMError, errno=number):
+        mm.mmap(**args)
+    assert mm.vmas == []
+
+
+def test_fixed_noreplace(mm):
+    a = mm.mmap(4 * PAGE)
+    with refused(mm.mem, MMError, errno=errno.EEXIST) as caught:
+        mm.mmap(2 * PAGE, flags=ANON | mmc.MAP_FIXED_NOREPLACE, addr=a + 3 * PAGE)
+    assert caught.value.addr == a + 3 * PAGE
+    assert mm.mmap(2 * PAGE, flags=ANON | mmc.MAP_FIXED_NOREPLACE, addr=a + 4 * PAGE) == a + 4 * PAGE
+    assert len(mm.vmas) == 1
+
+
+@pytest.mark.parametrize("addr, length", [(1, PAGE), (PAGE, 0), (TASK, PAGE), ((1 << 64) - PAGE, 2 * PAGE), (0, 1 << 64)])
+def test_munmap_refuses(mm, addr, length):
+    with refused(mm.mem, InvalidArgument):
+        mm.munmap(addr, length)
+
+
+@pytest.mark.parametrize("call", ["read", "write", "touch", "touch_read"])
+def test_accesses_that_fault(mm, call):
+    """
+        |rw  |r   |hole|
+    """
+    a = mm.mmap(2 * PAGE)
+    mm.mprotect(a + PAGE, PAGE, mmc.PROT_READ)
+    do = {"read": lambda at, n: mm.read(at, n), "write": lambda at, n: mm.write(at, b"x" * n),
+          "touch": lambda at, n: mm.touch(at, n), "touch_read": lambda at, n: mm.touch(at, n, write=False)}[call]
+    bad = a + PAGE if call in ("write", "touch") else a + 2 * PAGE
+    with refused(mm.mem, MMError, match="SIGSEGV", errno=errno.EFAULT) as caught:
+        do(a, 3 * PAGE)
+    assert caught.value.addr == bad
+    with refused(mm.mem, MMError, errno=errno.EFAULT):
+        do((1 << 64) - PAGE, 3 * PAGE)
+
+
+def test_mprotect(mm):
+    """
+        |rw          |       |rw |r  |rw |       |rw          |
+    """
+    a = mm.mmap(3 * PAGE)
+    mm.write(a, b"abc" * PAGE)
+    mm.mprotect(a + PAGE, PAGE, mmc.PROT_READ)
+    assert [v.end - v.start for v in mm.vmas] == [PAGE] * 3
+    page = mm.page_at(a + PAGE)
+    mm.mem.check()
+    mm.mprotect(a + PAGE, PAGE, mmc.PROT_NONE)
+    with pytest.raises(MMError):
+        mm.read(a + PAGE, 1)
+    assert word(mm, a + PAGE) & PRESENT       # PROT_NONE is not "not present"
+    mm.mem.check()
+    mm.mprotect(a + PAGE, PAGE, mmc.PROT_READ | mmc.PROT_WRITE)
+    assert len(mm.vmas) == 1
+    faults = mm.total_faults
+    mm.write(a + PAGE, b"xyz")
+    assert mm.total_faults == faults, "exclusive and dirty: writable at once, no fault"
+    assert mm.page_at(a + PAGE) == page and mm.read(a + PAGE, 3) == b"xyz"
+
+
+def test_mprotect_refuses(mm):
+    a = mm.mmap(2 * PAGE)
+    mm.munmap(a + PAGE, PAGE)
+    for args, number in [((a + 1, PAGE, 0), errno.EINVAL), ((a, 2 * PAGE, 0), errno.ENOMEM), ((a, 1 << 62, 0), errno.ENOMEM),
+                         (((1 << 64) - PAGE, 2 * PAGE, 0), errno.ENOMEM), ((a, PAGE, 8), errno.EINVAL)]:
+        with refused(mm.mem, MMError, errno=number):
+            mm.mprotect(*args)
+    assert mm.vmas[0].flags & mmc.VM.WRITE
+    mm.mprotect(a, 0, 0)        # nothing to do is no error
