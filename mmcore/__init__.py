@@ -7,12 +7,18 @@ from .core.errors import BadPage, InvalidArgument, MMError
 from .core.file import File
 from .core.folio import *
 from .core.folio import __all__ as _folio
+from .core.gup import *
+from .core.gup import __all__ as _gup
 from .core.lock import *
 from .core.lock import __all__ as _lock
 from .core.look import *
 from .core.look import __all__ as _look
 from .core.memory import Folio, Memory, Page, Zone
+from .core.migrate import *
+from .core.migrate import __all__ as _migrate
 from .core.mm import MM, VM, VMA
+from .core.output import *
+from .core.output import __all__ as _output
 from .core.page import FOLIO_DTYPE, PAGE_DTYPE, PageFlags, PageType
 from .core.pagelist import *
 from .core.pagelist import __all__ as _pagelist
@@ -24,4 +30,4 @@ from .core.unpin import __all__ as _unpin
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
            "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "VM", "VMA", "Zone", "folio_address", "page_address",
-           *_buddy, *_folio, *_lock, *_look, *_pagelist, *_space, *_unpin]
+           *_buddy, *_folio, *_gup, *_lock, *_look, *_migrate, *_output, *_pagelist, *_space, *_unpin]

@@ -28,7 +28,7 @@ cdef bint file_allowed(gup_t *w, const page_t *head, bint large, bint reject_fil
     if mapping & FOLIO_MAPPING_ANON:
         return True
     if mapping != w.seen_mapping:
-        w.seen_kind = file_kind(w.m, mapping)
+        w.seen_kind = kind_of_file(w.m, mapping)
         w.seen_mapping = mapping
     if reject_files:
         return w.seen_kind == FILE_TMPFS

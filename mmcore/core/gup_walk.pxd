@@ -194,4 +194,4 @@ cdef inline void drop_leaf(gup_t *w, uint64_t head, bint large, uint64_t n) noex
 
 cdef void put_grabbed(mem_t *m, uint64_t head, uint32_t amount) noexcept nogil
 cdef void count_walk(gup_t *w) noexcept nogil               # adds the counts to the Memory's, and clears them
-cdef int file_kind(mem_t *m, uint64_t mapping) noexcept nogil       # file_kind of the file behind page.mapping; -1: gone
+cdef int kind_of_file(mem_t *m, uint64_t mapping) noexcept nogil       # file_kind of the file behind page.mapping; -1: gone

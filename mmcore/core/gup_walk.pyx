@@ -34,7 +34,7 @@ cdef void count_walk(gup_t *w) noexcept nogil:
         stat_add(w.m, OP_LEAF_WALKS, <int64_t>w.leaf_walks)
     w.pins = w.ref_atomics = w.pincount_atomics = w.head_lookups = w.leaf_walks = 0
 
-cdef int file_kind(mem_t *m, uint64_t mapping) noexcept nogil:
+cdef int kind_of_file(mem_t *m, uint64_t mapping) noexcept nogil:
     """Asked under the registry's lock: a file that is still listed there is still allocated."""
     cdef spaces_t *s = spaces_of(m)
     cdef uint64_t id = mapping >> 2
