@@ -9,11 +9,15 @@ from .core.folio import *
 from .core.folio import __all__ as _folio
 from .core.gup import *
 from .core.gup import __all__ as _gup
+from .core.hmm import *
+from .core.hmm import __all__ as _hmm
 from .core.lock import *
 from .core.lock import __all__ as _lock
 from .core.look import *
 from .core.look import __all__ as _look
 from .core.memory import Folio, Memory, Page, Zone
+from .core.memfd import *
+from .core.memfd import __all__ as _memfd
 from .core.migrate import *
 from .core.migrate import __all__ as _migrate
 from .core.mm import MM, VM, VMA
@@ -30,4 +34,4 @@ from .core.unpin import __all__ as _unpin
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
            "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "VM", "VMA", "Zone", "folio_address", "page_address",
-           *_buddy, *_folio, *_gup, *_lock, *_look, *_migrate, *_output, *_pagelist, *_space, *_unpin]
+           *_buddy, *_folio, *_gup, *_hmm, *_lock, *_look, *_memfd, *_migrate, *_output, *_pagelist, *_space, *_unpin]

@@ -35,6 +35,7 @@ cdef bint hand_on(gup_t *w, gup_output_t *out) noexcept nogil:
         release_leaves(w.m, w.leaf + taken, w.nr_leaves - taken, (w.flags & FOLL_PIN) != 0)
         w.error = out.error if out.error else -ENOMEM
         w.why = WHY_OUTPUT
+        w.addr = w.start + (out.nr_pages << w.m.page_shift)
     w.nr_leaves = 0
     w.next_pfn = 0
     return w.error == 0
@@ -47,7 +48,7 @@ cdef bint fast_part(gup_t *w, gup_output_t *out) noexcept nogil:
     w.room = GUP_CHUNK
     while full and taken and w.addr < w.end:
         gup_fast(w)
-        full = w.nr_leaves == GUP_CHUNK
+        full = w.nr_leaves + 1 >= GUP_CHUNK     # a run needs a word to end in
         if w.nr_leaves:
             taken = hand_on(w, out)
     w.leaf = NULL
@@ -108,15 +109,15 @@ cdef int64_t gup_pages(gup_t *w, mm_t *mm, uint64_t start, uint64_t nr_pages, un
         return 0
     if flags & FOLL_PIN and not a64_load_relaxed(&mm.flags) & MMF_HAS_PINNED:
         a64_fetch_or_acq_rel(&mm.flags, MMF_HAS_PINNED)
-    w.addr = start & ~((ONE << shift) - 1)
+    w.addr = w.start = start & ~((ONE << shift) - 1)
     w.end = w.addr + (nr_pages << shift)
     if mm_unlikely(nr_pages >> (64 - shift) or w.end < w.addr):
         w.error, w.why = -EOVERFLOW, WHY_OVERFLOW
         if fast:
             return w.error
-        # The slow walk finds the end of the last mapping first.
+        # The slow walk comes to the end of the last mapping first.
         w.error, w.why = 0, WHY_NOTHING
-        w.end = ~((ONE << shift) - 1)
+        w.end = max(task_size(&mm.pgd), w.addr + 1)
     if fast:
         if mm_unlikely(w.end > task_size(&mm.pgd)):
             w.error, w.why = -EFAULT, WHY_TASK_SIZE

@@ -57,18 +57,45 @@ cdef inline void set_referenced(page_t *head) noexcept nogil:
         set_flag(head, PG_referenced)
 
 # ---- PTEs -------------------------------------------------------------------------------------------------------------
+cdef bint fast_pte(gup_t *w, const uint64_t *entry, uint64_t e, const uint64_t *pmd, uint64_t pmd_was) noexcept nogil:
+    """The page of one PTE, whatever its folio is. False: not taken."""
+    cdef mem_t *m = w.m
+    cdef uint64_t pfn = pte_pfn(e), head
+    cdef page_t *page
+    cdef bint large
+    if grab_leaf(w, pfn, 1, &head, &large) != 0:
+        return False
+    mm_after_rmw()
+    page = &m.map[head]
+    if a64_load_acquire(entry) != e or a64_load_relaxed(pmd) != pmd_was or not stays(w, head) \
+            or not folio_allowed(w, page, large) or test_flag(&m.map[pfn], PG_hwpoison) \
+            or (not e & PTE_RW and must_unshare(w, page, page if folio_is_hugetlb(page) else &m.map[pfn])):
+        drop_leaf(w, head, large, 1)
+        return False
+    set_referenced(page)
+    note_leaf(w, pfn, 1)
+    return True
+
 cdef bint fast_ptes(gup_t *w, const uint64_t *pmd, uint64_t pmd_was, uint64_t end) noexcept nogil:
-    """The entries of one table from w.addr on. False: the walk ends here."""
+    """The entries of one table from w.addr on. False: the walk ends here.
+
+    Small anonymous pages, what most of memory is, have the loop to themselves: one line of mem_map each, one
+    compare-and-swap, and runs kept in registers. Everything else takes fast_pte.
+    """
     cdef mem_t *m = w.m
     cdef page_t *map = m.map
-    cdef uint64_t *entry = table_at(m, pte_pfn(pmd_was)) + table_index(&w.mm.pgd, w.addr, 0)
-    cdef uint64_t i = 0, n = (end - w.addr) >> m.page_shift, e, pfn, head, need = needed_bits(w), mask = need | PTE_SPECIAL
     cdef page_t *page
-    cdef bint large, ok = True, pin = (w.flags & FOLL_PIN) != 0
-    # The entries in the table do not lead anywhere when the table was unlinked before we came: the second look sees that.
+    # The entries lead nowhere when the table was unlinked before we came: the second look at the PMD sees that.
+    cdef const uint64_t *entry = table_at(m, pte_pfn(pmd_was)) + table_index(&w.mm.pgd, w.addr, 0)
+    cdef uint64_t i, n = (end - w.addr) >> m.page_shift, e, pfn, flags, first = 0, run = 0, taken = 0
+    cdef uint64_t need = needed_bits(w), mask = need | PTE_SPECIAL, pages = m.nr_pages
+    cdef uint64_t odd = (ONE << PG_head) | (ONE << PG_hwpoison) | (<uint64_t>4 << ZONE_SHIFT)
+    cdef uint32_t refs, amount = GUP_PIN_COUNTING_BIAS if w.flags & FOLL_PIN else 1
+    cdef bint ok = True, longterm = (w.flags & FOLL_LONGTERM) != 0, pin = (w.flags & FOLL_PIN) != 0
+    cdef bint exclusive = w.flags & (FOLL_PIN | FOLL_WRITE) == FOLL_PIN
     for i in range(min(n, <uint64_t>AHEAD)):
         e = a64_load_relaxed(&entry[i])
-        if e & mask == need:
+        if e & mask == need and pte_pfn(e) < pages:
             prefetch_write(&map[pte_pfn(e)])
     i = 0
     while i < n:
@@ -78,26 +105,62 @@ cdef bint fast_ptes(gup_t *w, const uint64_t *pmd, uint64_t pmd_was, uint64_t en
                 prefetch_write(&map[pte_pfn(e)])
         e = a64_load_acquire(&entry[i])
         pfn = pte_pfn(e)
-        if mm_unlikely(e & mask != need) or mm_unlikely(pfn >= m.nr_pages) or mm_unlikely(w.nr_leaves == w.room):
+        if mm_unlikely(e & mask != need or pfn >= pages or w.nr_leaves + 1 >= w.room):
+            # With one word left, the run in our hands would have none.
             ok = False
             break
-        if mm_unlikely(grab_leaf(w, pfn, 1, &head, &large) != 0):
+        page = &map[pfn]
+        flags = a64_load_relaxed(&page.flags)
+        refs = refs_load(page)
+        if mm_unlikely(flags & odd or a64_load_relaxed(&page.compound_info) & 1 or not page.mapping & FOLIO_MAPPING_ANON
+                       or <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0):
+            if run:
+                note_leaf(w, first, run)
+                run = 0
+            ok = fast_pte(w, &entry[i], e, pmd, pmd_was)
+            if not ok:
+                break
+            i += 1
+            continue
+        while mm_unlikely(not a32_cas_acq_rel(&page._refcount, &refs, refs + amount)):
+            if <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0:
+                refs = 0
+                break
+        if mm_unlikely(refs == 0):
             ok = False
             break
         mm_after_rmw()
-        page = &map[head]
-        if mm_unlikely(a64_load_acquire(&entry[i]) != e) or mm_unlikely(a64_load_relaxed(pmd) != pmd_was) \
-                or mm_unlikely(not stays(w, head)) or mm_unlikely(not folio_allowed(w, page, large)) \
-                or mm_unlikely(test_flag(&map[pfn], PG_hwpoison)) \
-                or (not e & PTE_RW and must_unshare(w, page, page if folio_is_hugetlb(page) else &map[pfn])):
-            drop_leaf(w, head, large, 1)
+        taken += 1
+        if mm_unlikely(a64_load_acquire(&entry[i]) != e or a64_load_relaxed(pmd) != pmd_was
+                       or a64_load_relaxed(&page.compound_info) & 1 or (a64_load_relaxed(&page.flags) & odd) != 0
+                       or not page.mapping & FOLIO_MAPPING_ANON
+                       or (longterm and not longterm_pinnable(m, pfn))
+                       or (exclusive and not e & PTE_RW and not test_flag(page, PG_owner_2))):
+            # Whatever it is now, what we added is to be taken off the word that it was added to.
+            if pin:
+                stat_add(m, NR_FOLL_PIN_RELEASED, 1)
+            put_grabbed(m, pfn, amount)
             ok = False
             break
-        set_referenced(page)
-        note_leaf(w, pfn, 1)
+        if not pin:
+            note_plain_refs(page, refs, 1)
+        if mm_unlikely(not (flags >> PG_referenced) & 1):
+            set_flag(page, PG_referenced)
+        if mm_unlikely(pfn != first + run or run == LEAF_MAX_PAGES):
+            if run:
+                note_leaf(w, first, run)
+            first = pfn
+            run = 0
+        run += 1
         i += 1
+    if run:
+        note_leaf(w, first, run)
     w.addr += i << m.page_shift
     w.leaf_walks += i
+    w.head_lookups += taken
+    w.ref_atomics += taken
+    if pin:
+        w.pins += taken
     return ok
 
 # ---- leaves -----------------------------------------------------------------------------------------------------------

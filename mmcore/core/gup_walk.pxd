@@ -89,6 +89,7 @@ cdef enum:
 cdef struct gup_t:              # one walk, or a stretch of one
     mem_t *m
     mm_t *mm
+    uint64_t start              # first address
     uint64_t addr               # next address
     uint64_t end
     unsigned flags              # FOLL_*, internal ones included
