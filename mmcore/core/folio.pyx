@@ -448,8 +448,9 @@ def folio_split(folio, new_order=0):
     """Split a folio into folios of new_order; returns them, one reference of the caller's on each.
 
     Dirty and the other flags are inherited. Raises MMError: EAGAIN when anybody else holds a reference or a pin, EBUSY
-    for hugetlb, the huge zero folio, device memory, mapped folios and folios under writeback, EINVAL when new_order is
-    not smaller. The lock, when it is held, stays on the first. Kernel counterpart: split_folio_to_order().
+    for hugetlb, the huge zero folio, device memory and folios under writeback, ENOMEM when a leaf that maps it must be
+    split and there is no frame for its table, EINVAL when new_order is not smaller. Page tables that map it map the pieces
+    after; what was exclusive stays so. The lock, when it is held, stays on the first. Kernel counterpart: split_folio_to_order().
     """
     cdef uint64_t pfn
     cdef Memory mem = folio_arg(folio, &pfn, True)
@@ -458,13 +459,18 @@ def folio_split(folio, new_order=0):
     cdef int error
     mem.enter()
     with nogil:
-        error = split(&mem.m, pfn, wanted)
+        if wanted < order and mem.m.split_mapped != NULL and folio_mapcount_of(&mem.m.map[pfn]) > 0:
+            error = mem.m.split_mapped(&mem.m, pfn, wanted)
+        else:
+            error = split(&mem.m, pfn, wanted)
     mem.leave()
     if error == -EINVAL:
         raise InvalidArgument(f"a folio of order {order} cannot be split to order {wanted}: it must get smaller", pfn=pfn)
     if error == -EBUSY:
         raise MMError(_errno.EBUSY, f"the folio at PFN {pfn:#x} cannot be split: it is hugetlb, the huge zero folio, device "
-                                    "memory, mapped, or under writeback", pfn=pfn)
+                                    "memory, truncated and still mapped, or under writeback", pfn=pfn)
+    if error == -ENOMEM:
+        raise MMError(_errno.ENOMEM, f"no frame for the page table that splitting a leaf on the folio at PFN {pfn:#x} takes", pfn=pfn)
     if error == -EAGAIN:
         raise MMError(_errno.EAGAIN, f"the folio at PFN {pfn:#x} has {<int32_t>refs_load(&mem.m.map[pfn])} references "
                                      f"(pincount {<int32_t>pincount_load(&mem.m.map[pfn])}) and {expected_refs(&mem.m, pfn) + 1} "

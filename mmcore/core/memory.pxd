@@ -141,6 +141,7 @@ cdef struct mem_t:
     uint32_t inject_armed
     void *spaces                # address spaces, files, swap: of the modules above (spaces_t); NULL until there is one
     void (*spaces_free)(mem_t *m) noexcept nogil    # what close() calls for them
+    int (*split_mapped)(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil  # splits what page tables map
 
 # ---- statistics: relaxed adds into the thread's own slot; readers sum the slots ------------------------------------
 cdef inline void stat_add(mem_t *m, int item, int64_t delta) noexcept nogil:

@@ -5,10 +5,14 @@ from libc.stdlib cimport calloc, free
 cimport cython
 from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, touch_pages
 from mmcore.core.buddy cimport pool_of, reserve_hugetlb
+from mmcore.core.fork cimport dup_mmap
 from mmcore.core.file cimport FAULT_SIGBUS, FAULT_SIGSEGV, File, file_look, file_pages, new_file
 from mmcore.core.folio cimport count_arg
 from mmcore.core.hugetlb cimport hugetlb_reserve_file
+from mmcore.core.madvise cimport do_clear_refs, do_madvise
+from mmcore.core.mremap cimport do_mremap
 from mmcore.core.pgtable cimport *
+from mmcore.core.remap cimport split_mapped
 from mmcore.core.vma cimport (do_mprotect, do_munmap, exit_mmap, find_area, range_hole, vma_find, vma_granule, vma_insert,
                               vma_lookup)
 
@@ -21,11 +25,13 @@ import numpy as np
 
 from .errors import InvalidArgument, MMError
 from .size import format_size, parse_size
+from .space import MADV
 
 __all__ = ["MM", "VM", "VMA"]
 
 cdef dict _MODES = {"never": THP_NEVER, "madvise": THP_MADVISE, "always": THP_ALWAYS}
 _numbers = itertools.count(1)
+_ADVICE = {value: str(value.name) for value in MADV}
 
 
 class VM(enum.IntFlag):
@@ -63,6 +69,7 @@ cdef int settings(Memory mem) except -1:
     s = spaces_get(&mem.m)
     if s == NULL:
         raise MemoryError()
+    mem.m.split_mapped = split_mapped
     s.thp = _MODES[mem.config["thp"]]
     s.shmem_thp = _MODES[mem.config["shmem_thp"]]
     s.mthp = 0
@@ -271,6 +278,124 @@ cdef class MM:
         if error:
             raise shape_error(self, error, "mprotect()", start, end)
 
+    def mremap(self, old, old_len, new_len, new_addr=None):
+        """Resize a mapping, moving it when it cannot grow where it is; with new_addr it goes exactly there, and what is mapped
+        there goes. Returns the address.
+
+        Raises MMError: EFAULT (the old range is not all one mapping, or of a kind that cannot grow), EINVAL (misaligned,
+        new_len 0, old and new overlap, hugetlb), ENOMEM (no room or no tables), EAGAIN (locked memory over RLIMIT_MEMLOCK).
+        Nothing has moved then. Kernel: mremap(2), with MREMAP_MAYMOVE.
+        """
+        cdef mm_t *mm = self.ptr()
+        cdef uint64_t start, end, wanted_end, to = 0, page = ONE << mm.m.page_shift, new_size
+        cdef bint fixed = new_addr is not None
+        cdef int error
+        range_arg(self, old, old_len, "mremap()", &start, &end)
+        range_arg(self, new_addr if fixed else 0, new_len, "mremap()", &to, &wanted_end)
+        new_size = wanted_end - to
+        if new_size == 0 or end == start:
+            raise InvalidArgument("mremap() of or to length 0", addr=start)
+        if fixed and to < 0x10000:
+            raise MMError(_errno.EPERM, f"mremap() to {to:#x}: below vm.mmap_min_addr (0x10000)", addr=to)
+        v = self.find_vma(start)
+        if v is not None and v.flags & VM_LOCKED and new_size > end - start:
+            check_mlock(self, MAP_LOCKED, (new_size - (end - start)) >> mm.m.page_shift)
+        self.mem.enter()
+        with nogil:
+            pthread_rwlock_wrlock(&mm.mmap_lock)
+            error = do_mremap(mm, start, end - start, new_size, &to, fixed)
+            pthread_rwlock_unlock(&mm.mmap_lock)
+        self.mem.leave()
+        if error == -EFAULT:
+            raise MMError(_errno.EFAULT, f"mremap(): {start:#x}-{end:#x} is not inside one mapping, or is of a kind that cannot "
+                                         "grow", addr=start)
+        if error == -EINVAL:
+            raise InvalidArgument(f"mremap() of {start:#x}-{end:#x}: old and new overlap, or it is hugetlb or cuts a huge page of "
+                                  "a device", addr=start)
+        if error:
+            raise MMError(-error, f"mremap() of {start:#x}-{end:#x} to {new_size:#x} bytes: no room in the address space, or no "
+                                  "frames for page tables", addr=start)
+        return to
+
+    def madvise(self, addr, length, advice):
+        """Advise about a range: MADV_HUGEPAGE, NOHUGEPAGE, POPULATE_READ, POPULATE_WRITE, DONTNEED, FREE, COLLAPSE, PAGEOUT,
+        DONTFORK, DOFORK, COLD; NORMAL, RANDOM, SEQUENTIAL and WILLNEED are accepted and change nothing.
+
+        Raises MMError: EINVAL (misaligned, unknown, or advice that a mapping in the range does not take), ENOMEM (part is
+        not mapped: the rest was done; or no frame), EFAULT (POPULATE beyond the end of a file), EAGAIN (COLLAPSE of pages
+        that somebody holds or pins). .addr says where. Kernel: madvise(2).
+        """
+        cdef mm_t *mm = self.ptr()
+        cdef uint64_t start, end, at = 0
+        cdef int error, what
+        range_arg(self, addr, length, "madvise()", &start, &end)
+        if advice not in _ADVICE:
+            raise InvalidArgument(f"advice {advice!r} is none that is known: {', '.join(_ADVICE.values())}", addr=start)
+        what = advice
+        name = _ADVICE[advice]
+        if start == end:
+            return
+        self.mem.enter()
+        with nogil:
+            error = do_madvise(mm, start, end, what, &at)
+        self.mem.leave()
+        if error == -EINVAL:
+            raise InvalidArgument(f"madvise({name}) at {at:#x}: the mapping there does not take this advice (its flags, alignment "
+                                  "or protection), or nothing there can be collapsed", addr=at)
+        if error == -ENOMEM and range_hole(mm, start, end) < end:
+            raise MMError(_errno.ENOMEM, f"madvise({name}): nothing is mapped at {range_hole(mm, start, end):#x}", addr=at)
+        if error == -EAGAIN:
+            raise MMError(_errno.EAGAIN, f"madvise({name}) at {at:#x}: a page is pinned, or somebody else holds a reference",
+                          addr=at)
+        if error == -EFAULT:
+            raise access_error(self, FAULT_SIGBUS, at, what == MADV_POPULATE_WRITE, f"madvise({name})")
+        if error:
+            raise MMError(-error, f"madvise({name}) at {at:#x}: no frame for a page or a table", addr=at)
+
+    def fork(self):
+        """Return a copy of the address space that shares its pages until one side writes; pinned pages are copied at once.
+
+        Raises MMError(ENOMEM) when there is no frame for a table or a copy; there is no child then. Kernel: dup_mm().
+        """
+        cdef mm_t *mm = self.ptr()
+        cdef MM child = new_mm(self.mem)
+        cdef family_t *family = mm.family
+        cdef int error
+        child.files = dict(self.files)
+        child.rlimit_memlock = self.rlimit_memlock
+        child.cap_ipc_lock = self.cap_ipc_lock
+        child.user = self.user
+        child.name = f"{self.name}.{next(_numbers)}"
+        self.mem.enter()
+        with nogil:
+            pthread_rwlock_wrlock(&mm.mmap_lock)
+            # Whoever comes from a page waits until all that maps it can be found.
+            pthread_mutex_lock(&family.lock)
+            error = dup_mmap(child.mm, mm)
+            if error == 0:
+                family_join_locked(child.mm, family)
+            pthread_mutex_unlock(&family.lock)
+            pthread_rwlock_unlock(&mm.mmap_lock)
+            if error:
+                mm_exit(child.mm)
+        self.mem.leave()
+        if error:
+            raise no_frames(self.mem, "a page table or the copy of a pinned page in fork()")
+        return child
+
+    def clear_refs(self, what=4):
+        """Write to /proc/PID/clear_refs. 4: soft-dirty bits go, and what may be written is write-protected, so that the next
+        write sets them again; pinned pages are left as they are. 1, 2, 3: accessed bits of all, anonymous, file memory.
+        """
+        cdef mm_t *mm = self.ptr()
+        cdef int kind = <int>count_arg(what, "what", 1, 4)
+        self.mem.enter()
+        with nogil:
+            pthread_rwlock_wrlock(&mm.mmap_lock)
+            do_clear_refs(mm, kind)
+            pthread_rwlock_unlock(&mm.mmap_lock)
+        self.mem.leave()
+
     # -- accesses --------------------------------------------------------------------------------------------------------------
     def read(self, addr, n):
         """Read n bytes as the process does; returns bytes.
@@ -410,6 +535,13 @@ cdef class MM:
     def has_pinned(self):
         """True once anything tried to pin its pages (MMF_HAS_PINNED): fork looks at pins only then."""
         return bool(a64_load_relaxed(&self.ptr().flags) & MMF_HAS_PINNED)
+
+    @has_pinned.setter
+    def has_pinned(self, value):
+        # What pin_user_pages* do on entry; grab_pages() of pages found by hand knows no mm, so its caller says it here.
+        if not value:
+            raise InvalidArgument("MMF_HAS_PINNED is never cleared")
+        a64_fetch_or_relaxed(&self.ptr().flags, MMF_HAS_PINNED)
 
 cdef void mm_exit(mm_t *mm) noexcept nogil:
     pthread_rwlock_wrlock(&mm.mmap_lock)

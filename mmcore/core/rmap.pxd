@@ -100,5 +100,5 @@ cdef inline bint maybe_dma_pinned(const page_t *head) noexcept nogil:
 # its pages from `first` on. Under the family's or file's lock and the mm's rmap_lock; it takes table locks itself.
 # Nonzero ends the walk.
 ctypedef int (*rmap_fn)(mm_t *mm, vma_t *v, uint64_t addr, uint64_t first, uint64_t nr, void *arg) noexcept nogil
-cdef int rmap_walk(mem_t *m, uint64_t head, rmap_fn fn, void *arg) noexcept nogil
+cdef int rmap_walk_anon(mem_t *m, uint64_t mapping, uint64_t index, uint64_t nr, rmap_fn fn, void *arg) noexcept nogil
 cdef int rmap_walk_file(file_t *f, uint64_t index, uint64_t nr, rmap_fn fn, void *arg) noexcept nogil   # f.lock held

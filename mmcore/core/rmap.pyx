@@ -21,33 +21,19 @@ cdef int visit_mm(mm_t *mm, const file_t *f, uint64_t index, uint64_t nr, rmap_f
     pthread_mutex_unlock(&mm.rmap_lock)
     return stop
 
-cdef int rmap_walk(mem_t *m, uint64_t head, rmap_fn fn, void *arg) noexcept nogil:
-    """Visit what may map the folio with this head. The caller holds a reference and the folio lock, so that mapping and
-    index stay; for a file folio it holds no file's lock."""
-    cdef uint64_t mapping = a64_load_relaxed(&m.map[head].mapping), index = m.map[head].index
-    cdef uint64_t nr = ONE << folio_order_of(&m.map[head])
-    cdef family_t *family
-    cdef file_t *f
+cdef int rmap_walk_anon(mem_t *m, uint64_t mapping, uint64_t index, uint64_t nr, rmap_fn fn, void *arg) noexcept nogil:
+    """Visit what may map anonymous pages [index, index + nr) of a family. Whoever comes from a folio holds a reference and
+    its lock, so that mapping and index stay."""
+    cdef family_t *family = family_get(m, mapping)
     cdef mm_t *mm
     cdef int stop = 0
-    if mapping == 0:
+    if family == NULL:
         return 0
-    if mapping & FOLIO_MAPPING_ANON:
-        family = family_get(m, mapping)
-        if family == NULL:
-            return 0
-        mm = family.first
-        while mm != NULL and not stop:
-            stop = visit_mm(mm, NULL, index, nr, fn, arg)
-            mm = mm.next
-        pthread_mutex_unlock(&family.lock)
-        return stop
-    f = file_get(m, mapping)
-    if f == NULL:
-        return 0
-    pthread_mutex_lock(&f.lock)
-    stop = rmap_walk_file(f, index, nr, fn, arg)
-    pthread_mutex_unlock(&f.lock)
+    mm = family.first
+    while mm != NULL and not stop:
+        stop = visit_mm(mm, NULL, index, nr, fn, arg)
+        mm = mm.next
+    pthread_mutex_unlock(&family.lock)
     return stop
 
 cdef int rmap_walk_file(file_t *f, uint64_t index, uint64_t nr, rmap_fn fn, void *arg) noexcept nogil:

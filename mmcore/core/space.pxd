@@ -14,8 +14,8 @@ Laws
 Lock order, outermost first (memory.pxd goes on where this ends)
     1. mm_t.mmap_lock           for writing: VMAs and tables change shape; for reading: faults
     2. the folio lock
-    3. file_t.lock              its page cache, its size, its list of mappings
-    4. family_t.lock            which mms are in it
+    3. family_t.lock            which mms are in it; fork holds it from the first copied entry until the child is in
+    4. file_t.lock              its page cache, its size, its list of mappings
     5. mm_t.rmap_lock           VMAs hold still for those who come from a page; held over every change to them
     6. a table's lock (pgtable.pxd)
     7. swap_t.lock
@@ -250,6 +250,7 @@ cdef inline uint64_t page_index(const mm_t *mm, const vma_t *v, uint64_t addr) n
 # ---- the registry --------------------------------------------------------------------------------------------------
 cdef spaces_t *spaces_get(mem_t *m) noexcept nogil                  # makes it at the first call; NULL: no memory
 cdef int family_join(mm_t *mm, family_t *family) noexcept nogil     # NULL: a new one. 0, -ENOMEM
+cdef void family_join_locked(mm_t *mm, family_t *family) noexcept nogil     # family.lock held
 cdef void family_leave(mm_t *mm) noexcept nogil
 cdef family_t *family_get(mem_t *m, uint64_t mapping) noexcept nogil    # locked; NULL when it is gone
 cdef file_t *file_get(mem_t *m, uint64_t mapping) noexcept nogil    # NULL when it is gone

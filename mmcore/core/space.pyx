@@ -141,6 +141,11 @@ cdef int family_join(mm_t *mm, family_t *family) noexcept nogil:
         s.nr_families += 1
         pthread_mutex_unlock(&s.lock)
     pthread_mutex_lock(&family.lock)
+    family_join_locked(mm, family)
+    pthread_mutex_unlock(&family.lock)
+    return 0
+
+cdef void family_join_locked(mm_t *mm, family_t *family) noexcept nogil:
     mm.family = family
     mm.anon_id = (family.id << 2) | FOLIO_MAPPING_ANON
     mm.prev = NULL
@@ -149,8 +154,6 @@ cdef int family_join(mm_t *mm, family_t *family) noexcept nogil:
         family.first.prev = mm
     family.first = mm
     family.nr += 1
-    pthread_mutex_unlock(&family.lock)
-    return 0
 
 cdef void family_leave(mm_t *mm) noexcept nogil:
     """Leave; whoever is last frees it. A walker that found the family waits for its lock, or has it and we wait."""

@@ -1,0 +1,302 @@
+"""Address spaces against the plain ones, by random histories; content, mappings, counters and errno after every step."""
+import errno
+import os
+import struct
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import mmcore as mmc
+from mm_reference import READ, WRITE, Refused, Space
+from mmcore import MM, MMError, Memory
+
+PAGE = 4096
+PMD = 512
+ARENA = 0x7F00_0000_0000 // PAGE
+PAGES = 3 * PMD
+PRESENT, SWAP = 1 << 63, 1 << 62
+PFN = (1 << 55) - 1
+PRIVATE = mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_FIXED
+SHARED = mmc.MAP_SHARED | mmc.MAP_ANONYMOUS | mmc.MAP_FIXED
+MOST_MMS = 5
+
+# Mostly short ranges around the edges of leaves; now and then whole leaves.
+starts = st.one_of(st.integers(0, 40), st.integers(PMD - 8, PMD + 8), st.integers(0, PAGES - 1), st.sampled_from([0, PMD, 2 * PMD]))
+lengths = st.one_of(st.integers(1, 12), st.sampled_from([PMD, PMD + 3, 2 * PMD]))
+prots = st.sampled_from([0, READ, READ | WRITE, READ | WRITE, READ | WRITE])
+
+
+def window(start, length):
+    return range(ARENA + start, ARENA + min(start + length, PAGES))
+
+
+class Machine(RuleBasedStateMachine):
+    """Several processes in one arena, each with its plain twin."""
+
+    thp = "never"
+    mthp = ()
+
+    @initialize()
+    def begin(self):
+        self.mem = Memory("128M", thp=self.thp, mthp=self.mthp)
+        self.free = None
+        self.spaces = []
+        self.pins = []          # [mm, page or None when it is unmapped, pfn, token]
+        self.token = 0
+        self.shares = 0
+        first = MM(self.mem)
+        self.free = self.mem.vmstat()["nr_free_pages"] + first.nr_tables
+        self.spaces.append((first, Space()))
+
+    def pick(self, which):
+        return self.spaces[which % len(self.spaces)]
+
+    def both(self, call, twin):
+        """Do it on both sides; the same errno, or none."""
+        wanted = got = None
+        try:
+            twin()
+        except Refused as refusal:
+            wanted = refusal.errno
+        try:
+            call()
+        except MMError as refusal:
+            got = refusal.errno
+        assert got == wanted, (errno.errorcode.get(got), errno.errorcode.get(wanted))
+        return got
+
+    def detach(self, mm, pages):
+        """What is pinned there is not mapped any more: it keeps what it had."""
+        for pin in self.pins:
+            if pin[0] is mm and pin[1] is not None and pin[1] in pages:
+                pin[1] = None
+
+    @rule(which=st.integers(0, 9), start=starts, length=lengths, prot=prots, shared=st.booleans())
+    def mmap(self, which, start, length, prot, shared):
+        mm, space = self.pick(which)
+        pages = window(start, length)
+        self.detach(mm, pages)
+        mm.mmap(len(pages) * PAGE, prot, SHARED if shared else PRIVATE, addr=pages.start * PAGE)
+        if shared:
+            self.shares += 1
+        space.mmap(pages, prot, {} if shared else None, self.shares if shared else 0)
+
+    @rule(which=st.integers(0, 9), start=starts, length=lengths)
+    def munmap(self, which, start, length):
+        mm, space = self.pick(which)
+        pages = window(start, length)
+        self.detach(mm, pages)
+        self.both(lambda: mm.munmap(pages.start * PAGE, len(pages) * PAGE), lambda: space.munmap(pages))
+
+    @rule(which=st.integers(0, 9), start=starts, length=lengths, write=st.booleans())
+    def touch(self, which, start, length, write):
+        mm, space = self.pick(which)
+        pages = window(start, length)
+        self.both(lambda: mm.touch(pages.start * PAGE, len(pages) * PAGE, write), lambda: space.touch(pages, write))
+
+    @rule(which=st.integers(0, 9), start=starts)
+    def write(self, which, start):
+        mm, space = self.pick(which)
+        page = ARENA + start
+        self.token += 1
+        if self.both(lambda: mm.write(page * PAGE, struct.pack("<Q", self.token)), lambda: space.write(page, self.token)) is None:
+            for pin in self.pins:
+                if pin[0] is mm and pin[1] == page:
+                    pin[3] = self.token
+
+    @rule(which=st.integers(0, 9), start=starts)
+    def read(self, which, start):
+        mm, space = self.pick(which)
+        page = ARENA + start
+        if self.both(lambda: mm.read(page * PAGE, 8), lambda: space.touch(range(page, page + 1), False)) is None:
+            assert struct.unpack("<Q", mm.read(page * PAGE, 8))[0] == space.read(page)
+
+    @rule(which=st.integers(0, 9), start=starts, length=lengths, prot=prots)
+    def mprotect(self, which, start, length, prot):
+        mm, space = self.pick(which)
+        pages = window(start, length)
+        self.both(lambda: mm.mprotect(pages.start * PAGE, len(pages) * PAGE, prot), lambda: space.mprotect(pages, prot))
+
+    @rule(which=st.integers(0, 9), start=starts, length=lengths,
+          advice=st.sampled_from(["DONTNEED", "PAGEOUT", "HUGEPAGE", "NOHUGEPAGE", "DONTFORK", "DOFORK", "COLD"]))
+    def madvise(self, which, start, length, advice):
+        mm, space = self.pick(which)
+        pages = window(start, length)
+        twin = {"DONTNEED": lambda: space.dontneed(pages), "PAGEOUT": lambda: space.whole(pages),
+                "COLD": lambda: space.whole(pages),
+                "HUGEPAGE": lambda: space.advise(pages, huge="yes"), "NOHUGEPAGE": lambda: space.advise(pages, huge="no"),
+                "DONTFORK": lambda: space.advise(pages, dontfork=True),
+                "DOFORK": lambda: space.advise(pages, dontfork=False)}[advice]
+        if advice == "DONTNEED":
+            self.detach(mm, pages)
+        self.both(lambda: mm.madvise(pages.start * PAGE, len(pages) * PAGE, getattr(mmc, "MADV_" + advice)), twin)
+
+    @rule(which=st.integers(0, 9), start=starts, length=lengths, to=starts, new_length=lengths)
+    def mremap(self, which, start, length, to, new_length):
+        mm, space = self.pick(which)
+        old, new = window(start, length), window(to, new_length)
+        refused = self.both(lambda: mm.mremap(old.start * PAGE, len(old) * PAGE, len(new) * PAGE, new.start * PAGE),
+                            lambda: space.mremap(old, new))
+        if refused is None:
+            pins = [pin for pin in self.pins if pin[0] is mm and pin[1] is not None and pin[1] in old]
+            self.detach(mm, new)
+            for pin in pins:
+                pin[1] = new.start + pin[1] - old.start if pin[1] - old.start < len(new) else None
+
+    @rule(which=st.integers(0, 9))
+    @precondition(lambda self: len(self.spaces) < MOST_MMS)
+    def fork(self, which):
+        mm, space = self.pick(which)
+        self.spaces.append((mm.fork(), space.fork()))
+
+    @rule(which=st.integers(0, 9))
+    @precondition(lambda self: len(self.spaces) > 1)
+    def exit(self, which):
+        mm, space = self.spaces.pop(which % len(self.spaces))
+        self.detach(mm, window(0, PAGES))
+        mm.exit()
+
+    @rule(which=st.integers(0, 9), leaf=st.integers(0, 2))
+    def collapse(self, which, leaf):
+        mm, space = self.pick(which)
+        pages = window(leaf * PMD, PMD)
+        before = set(space.populated), set(space.touched)
+        number = None
+        try:
+            space.collapse(pages)
+        except Refused as refusal:
+            number = refusal.errno
+        try:
+            mm.madvise(pages.start * PAGE, PMD * PAGE, mmc.MADV_COLLAPSE)
+        except MMError as refusal:
+            pinned = {pin[2] for pin in self.pins}
+            if refusal.errno == errno.EAGAIN:
+                # Somebody holds a page of the range. In a large folio it may be another page of it.
+                assert pinned and number is None
+            elif number is None:
+                # Tables of pages that were only read may be gone.
+                assert refusal.errno == errno.EINVAL and not before[0].intersection(pages)
+            else:
+                # A mapping before the hole may refuse first.
+                assert refusal.errno in (number, errno.EINVAL)
+            space.populated, space.touched = before
+        else:
+            # A table may be left of what was dropped.
+            assert number in (None, errno.EINVAL) and space.one_run(pages)
+            space.populated.update(pages)
+            space.touched.update(pages)
+
+    @rule(which=st.integers(0, 9), start=starts, order=st.integers(0, 3))
+    def split(self, which, start, order):
+        mm, space = self.pick(which)
+        page = mm.page_at((ARENA + start) * PAGE)
+        if page is None or page == self.mem.zero_page or mmc.is_huge_zero_page(page) or page.folio.order <= order:
+            return
+        folio = page.folio
+        mmc.folio_get(folio)
+        pinned = mmc.folio_maybe_dma_pinned(folio)
+        try:
+            pieces = mmc.folio_split(folio, order)
+        except MMError as refusal:
+            assert refusal.errno == errno.EAGAIN and pinned
+            mmc.folio_put(folio)
+        else:
+            assert not pinned and all(piece.order == order for piece in pieces)
+            for piece in pieces:
+                mmc.folio_put(piece)
+
+    @rule(which=st.integers(0, 9), start=starts)
+    @precondition(lambda self: len(self.pins) < 8)
+    def pin(self, which, start):
+        mm, space = self.pick(which)
+        page = ARENA + start
+        if page not in space.area or space.area[page].prot != READ | WRITE or space.area[page].share is not None:
+            return
+        mm.has_pinned = True
+        self.token += 1
+        mm.write(page * PAGE, struct.pack("<Q", self.token))
+        space.write(page, self.token)
+        at = mm.page_at(page * PAGE)
+        mmc.grab_pages(mmc.PageList(self.mem, [at.pfn]))
+        for pin in self.pins:
+            if pin[0] is mm and pin[1] == page:
+                pin[3] = self.token
+        self.pins.append([mm, page, at.pfn, self.token])
+
+    @rule(which=st.integers(0, 7))
+    @precondition(lambda self: self.pins)
+    def unpin(self, which):
+        mm, page, pfn, token = self.pins.pop(which % len(self.pins))
+        mmc.unpin_user_pages(mmc.PageList(self.mem, [pfn]))
+
+    @rule(which=st.integers(0, 9))
+    def clear_refs(self, which):
+        self.pick(which)[0].clear_refs(4)
+
+    # -- after every step ----------------------------------------------------------------------------------------------------
+    def content(self, pfn):
+        return struct.unpack("<Q", mmc.page_address(self.mem.page(pfn))[:8])[0]
+
+    @invariant()
+    def equal(self):
+        if not hasattr(self, "spaces"):
+            return
+        for mm, space in self.spaces:
+            runs = [(v.start // PAGE, v.end // PAGE) for v in mm.vmas]
+            assert runs == [run[:2] for run in space.runs()]
+            words = mm.pagemap(ARENA * PAGE, PAGES)
+            for page, area in space.area.items():
+                word = int(words[page - ARENA])
+                if word & PRESENT:
+                    pfn = word & PFN
+                    if area.share is None and (pfn == self.mem.zero_page.pfn or mmc.is_huge_zero_page(self.mem.page(pfn))):
+                        assert space.read(page) == 0
+                    elif space.read(page) or page in space.populated:
+                        assert self.content(pfn) == space.read(page), hex(page)
+                elif not word & SWAP and area.share is None:
+                    assert space.read(page) == 0 and (page not in space.populated), hex(page)
+            if self.thp == "never" and not self.mthp:
+                stat = mm.rss_stat
+                assert stat["anon"] + stat["swap"] == len(space.populated)
+        for mm, page, pfn, token in self.pins:
+            assert self.content(pfn) == token
+            if page is not None:
+                at = mm.page_at(page * PAGE)
+                assert at is not None and at.pfn == pfn, "a pinned page stays where it is mapped"
+        self.mem.check()
+
+    def teardown(self):
+        if not hasattr(self, "spaces"):
+            return
+        for mm, space in self.spaces:
+            for page in list(space.area)[:64]:
+                if space.area[page].prot:
+                    assert struct.unpack("<Q", mm.read(page * PAGE, 8))[0] == space.read(page)
+        for mm, page, pfn, token in self.pins:
+            mmc.unpin_user_pages(mmc.PageList(self.mem, [pfn]))
+        for mm, space in self.spaces:
+            mm.exit()
+        self.mem.check()
+        stat = self.mem.vmstat()
+        assert stat["nr_foll_pin_acquired"] == stat["nr_foll_pin_released"]
+        # The huge zero folio stays once it was made.
+        kept = 512 if any(self.mem.pages["flags"][i] >> 6 & 1 and self.mem.pages["_refcount"][i] for i in range(0, len(self.mem.pages), 512)) else 0
+        assert stat["nr_free_pages"] + kept == self.free, "frames leaked"
+
+
+class ThpMachine(Machine):
+    thp = "always"
+
+
+class MthpMachine(Machine):
+    mthp = (2, 4)
+
+
+LONG = os.environ.get("MMCORE_TEST_PROFILE") == "long"
+for machine in (Machine, ThpMachine, MthpMachine):
+    machine.TestCase.settings = settings(max_examples=400 if LONG else 25, stateful_step_count=60 if LONG else 30, deadline=None)
+
+TestBase = Machine.TestCase
+TestThp = ThpMachine.TestCase
+TestMthp = MthpMachine.TestCase
