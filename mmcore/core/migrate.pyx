@@ -9,7 +9,7 @@ from mmcore.core.lock cimport lock_wait, raise_pending, unlock
 from mmcore.core.output cimport leaf_count, leaf_pfn, release_leaves
 from mmcore.core.pagelist cimport PageList, PageRanges, as_pages, filling, new_pagelist, pagelist_view
 from mmcore.core.pgtable cimport *
-from mmcore.core.rmap cimport rmap_walk, rmap_walk_file
+from mmcore.core.rmap cimport rmap_walk_anon, rmap_walk_file
 from mmcore.core.space cimport *
 from mmcore.core.unpin cimport folio_at, group_t, run_length
 
@@ -205,7 +205,8 @@ cdef int attempt(move_t *v, uint64_t to) noexcept nogil:
     cdef file_t *f = NULL
     cdef int error
     if mapping == 0 or mapping & FOLIO_MAPPING_ANON:
-        rmap_walk(m, v.head, collect_places, v)
+        if mapping:
+            rmap_walk_anon(m, mapping, m.map[v.head].index, v.nr, collect_places, v)
         error = v.error if v.error else try_move(v, to, NULL)
         let_go(v)
         return error
