@@ -70,6 +70,8 @@ class Built:
             "fork": lambda: self.children.append(mm.fork()), "pageout": lambda: mm.madvise(at, size, MADV_PAGEOUT),
             "hole": lambda: mm.munmap(at, size),
         }
+        if op == "pageout" and mm.find_vma(addr) and getattr(mm.find_vma(addr).file, "device", None) is not None:
+            return      # there is nothing to page out on a device
         try:
             calls[op]()
         except MMError:

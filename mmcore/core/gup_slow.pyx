@@ -1,5 +1,4 @@
 """The walk under mmap_lock."""
-from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EEXIST, EFAULT, EINTR, EOPNOTSUPP
 from mmcore.core.fault cimport FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, handle_mm_fault
 from mmcore.core.file cimport FAULT_SIGBUS, FAULT_SIGSEGV, file_look
@@ -13,6 +12,9 @@ from mmcore.core.zap cimport split_leaf
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
+
+cdef extern from "Python.h":
+    int PyErr_CheckSignals()    # leaves the exception set; it is raised when no lock is held any more
 
 cdef enum:
     MAX_TRIES = 20000           # faults on one page that bring nothing: an entry that cannot be had, not bad luck
@@ -248,7 +250,8 @@ cdef int follow(gup_t *w, vma_t *v, uint64_t end) noexcept nogil:
     if level > 0:
         e = a64_load_acquire(entry)
         if pte_leaf(e, level):
-            if level == 1 and w.flags & FOLL_SPLIT_PMD and not v.flags & VM_HUGETLB:
+            # A device's leaf is no THP: its pages cannot be mapped one by one.
+            if level == 1 and w.flags & FOLL_SPLIT_PMD and (v.file == NULL or v.file.device == NULL):
                 return fail(w, ENOMEM, WHY_NO_MEMORY) if split_leaf(w.mm, v, w.addr) else 0
             return follow_leaf(w, v, entry, table, level, level_end(g, w.addr, end, level))
         return hole(w, v) if e == 0 else GUP_MISS
