@@ -1,4 +1,5 @@
 """Pins against everything that may take pages away meanwhile. Each race ends lawful: content, counters, no pin left."""
+import os
 import random
 import sys
 import threading
@@ -7,7 +8,8 @@ import pytest
 
 from gup_support import *
 
-SEEDS = range(12)
+TURNS = 200
+SEEDS = range(200 if os.environ.get("MMCORE_TEST_PROFILE") == "long" else 12)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def race(*jobs):
         raise errors[0]
 
 
-def pinner(mm, addr, nr, rng, turns=60, flags=FOLL_WRITE, calls=PINS, look=None):
+def pinner(mm, addr, nr, rng, turns=200, flags=FOLL_WRITE, calls=PINS, look=None):
     """Pin parts of a range and release them, whatever happens to it."""
     def job():
         for _ in range(turns):
@@ -74,14 +76,14 @@ def test_fork(seed, thp):
                     assert page_address(page)[0] == mm.read(addr + (first + i) * PAGE, 1)[0]
 
         def forker():
-            for _ in range(25):
+            for _ in range(TURNS // 2):
                 child = mm.fork()
                 child.read(addr, PAGE)
                 child.write(addr, b"child")
                 child.exit()
 
-        race(forker, pinner(mm, addr, nr, random.Random(seed + 1), 40, look=look),
-             pinner(mm, addr, nr, random.Random(seed + 2), 40, flags=0))
+        race(forker, pinner(mm, addr, nr, random.Random(seed + 1), 150, look=look),
+             pinner(mm, addr, nr, random.Random(seed + 2), 150, flags=0))
         over(mem, mm)
 
 
@@ -95,7 +97,7 @@ def test_munmap(seed, thp):
         mm.madvise(addr, 2 * HUGE, MADV_HUGEPAGE if thp else MADV_NOHUGEPAGE)
 
         def unmapper():
-            for _ in range(60):
+            for _ in range(TURNS):
                 at = addr + rng.randrange(1024) * PAGE
                 size = min(rng.choice((1, 3, 100, 512)) * PAGE, addr + 2 * HUGE - at)
                 mm.munmap(at, size)
@@ -121,31 +123,29 @@ def test_thp_split_and_collapse(seed):
 
         def splitter():
             rng = random.Random(seed)
-            for _ in range(60):
+            for _ in range(TURNS):
                 at = addr + rng.randrange(1024) * PAGE
-                release_pages(get_user_pages(mm, at, 1, FOLL_SPLIT_PMD))
-                page = mm.page_at(at)
-                folio = page.folio
-                if rng.random() < 0.5 and folio_try_get(folio):
-                    try:
-                        for piece in folio_split(folio):
-                            folio_put(piece)
-                    except (MMError, BadPage):
-                        try:
-                            put_page(page)
-                        except BadPage:
-                            raise
+                pages = get_user_pages(mm, at, 1, FOLL_SPLIT_PMD)
+                try:
+                    # Our reference is the one that a split expects; each piece comes with one of ours.
+                    pieces = folio_split(pages[0].folio) if rng.random() < 0.5 else None
+                except MMError:
+                    pieces = None
+                if pieces is None:
+                    release_pages(pages)
+                else:
+                    folios_put(pieces)
 
         def collapser():
             rng = random.Random(seed + 9)
-            for _ in range(60):
+            for _ in range(TURNS):
                 try:
                     mm.madvise(addr + rng.randrange(2) * HUGE, HUGE, MADV_COLLAPSE)
                 except MMError:
                     pass
 
-        race(splitter, collapser, pinner(mm, addr, 1024, random.Random(seed + 1), 40, look=look),
-             pinner(mm, addr, 1024, random.Random(seed + 2), 40, flags=0, look=look))
+        race(splitter, collapser, pinner(mm, addr, 1024, random.Random(seed + 1), 150, look=look),
+             pinner(mm, addr, 1024, random.Random(seed + 2), 150, flags=0, look=look))
         over(mem, mm)
 
 
@@ -161,7 +161,7 @@ def test_truncate(seed, kind):
         addr = mm.mmap(size, flags=MAP_SHARED, file=file)
 
         def truncater():
-            for _ in range(60):
+            for _ in range(TURNS):
                 file.truncate(rng.randrange(size // step) * step)
                 file.truncate(size)
 
@@ -188,14 +188,14 @@ def test_longterm_migration(seed, thp):
             assert all(folio_is_longterm_pinnable(page.folio) for page in pages)
 
         def writer():
-            for turn in range(60):
+            for turn in range(TURNS):
                 for i in range(0, nr, 5):
                     mm.write(addr + i * PAGE, bytes([turn]))
                     assert mm.read(addr + i * PAGE, 2) == bytes([turn, i])
 
         def forker():
             rng = random.Random(seed)
-            for _ in range(15):
+            for _ in range(TURNS // 4):
                 child = mm.fork()
                 for i in range(nr):
                     assert child.read(addr + i * PAGE + 1, 1) == bytes([i])
@@ -203,8 +203,8 @@ def test_longterm_migration(seed, thp):
                     child.touch(addr, nr * PAGE)
                 child.exit()
 
-        race(writer, forker, pinner(mm, addr, nr, random.Random(seed + 1), 30, flags=FOLL_WRITE | FOLL_LONGTERM, look=look),
-             pinner(mm, addr, nr, random.Random(seed + 2), 30, flags=FOLL_LONGTERM, look=look))
+        race(writer, forker, pinner(mm, addr, nr, random.Random(seed + 1), 100, flags=FOLL_WRITE | FOLL_LONGTERM, look=look),
+             pinner(mm, addr, nr, random.Random(seed + 2), 100, flags=FOLL_LONGTERM, look=look))
         assert all(mm.read(addr + i * PAGE + 1, 1) == bytes([i]) for i in range(nr))
         over(mem, mm)
 
@@ -222,7 +222,7 @@ def test_file_pages_move_while_many_use_them(seed):
 
         def mover():
             rng = random.Random(seed)
-            for _ in range(60):
+            for _ in range(TURNS):
                 page = file.page_at(rng.randrange(32) * PAGE)
                 if page is not None and folio_try_get(page.folio):
                     try:
@@ -230,7 +230,7 @@ def test_file_pages_move_while_many_use_them(seed):
                     except MMError:
                         folio_put(page.folio)
 
-        race(mover, *(pinner(mm, addr, 32, random.Random(seed + i), 30, flags=flags, look=look) for i, (mm, addr, flags) in
+        race(mover, *(pinner(mm, addr, 32, random.Random(seed + i), 100, flags=flags, look=look) for i, (mm, addr, flags) in
                       enumerate(zip(users, places, (FOLL_WRITE, FOLL_LONGTERM, FOLL_WRITE | FOLL_LONGTERM)))))
         assert file.read(0, 32 * PAGE) == b"".join(bytes([i]) * PAGE for i in range(32))
         for mm in users:
@@ -252,7 +252,7 @@ def test_reclaim(seed):
 
         def reclaimer():
             rng = random.Random(seed)
-            for _ in range(80):
+            for _ in range(TURNS):
                 first = rng.randrange(64)
                 mm.madvise(addr + first * PAGE, rng.randint(1, 64 - first) * PAGE, MADV_PAGEOUT)
 
@@ -268,6 +268,48 @@ def test_many_pinners_of_one_range_and_their_counters(seed):
         mm = MM(mem)
         addr = mm.mmap(HUGE + 64 * PAGE)
         mm.madvise(addr, HUGE, MADV_HUGEPAGE)
-        race(*(pinner(mm, addr, 512 + 64, random.Random(seed * 10 + i), 80, flags=flags)
+        race(*(pinner(mm, addr, 512 + 64, random.Random(seed * 10 + i), 200, flags=flags)
                for i, flags in enumerate((FOLL_WRITE, 0, FOLL_WRITE | FOLL_LONGTERM, FOLL_LONGTERM))))
+        over(mem, mm)
+
+
+@pytest.mark.parametrize("output", (PageList, PageRanges))
+def test_long_fast_walks_against_fork_and_truncation_of_their_tables(output):
+    """Walks that take long enough to be met in the middle: fork's number changes under them, tables are unlinked."""
+    with machine("160M", movable=0, cma=0) as mem:
+        mm = MM(mem)
+        size, nr = 32 << 20, 8192
+        addr = mm.mmap(size)
+        mm.madvise(addr, size, MADV_NOHUGEPAGE)
+        mm.touch(addr, size)
+        other = mm.mmap(size)
+        done = threading.Event()
+
+        def forker():
+            for _ in range(15):
+                child = mm.fork()
+                child.exit()
+                mm.munmap(other, size)
+                mm.mmap(size, flags=MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, addr=other)
+            done.set()
+
+        def pin(seed):
+            rng = random.Random(seed)
+
+            def job():
+                while not done.is_set():
+                    pages = pin_user_pages_fast(mm, addr, nr, FOLL_WRITE, output=output)
+                    pfns = (pages.to_pagelist() if output is PageRanges else pages).pfns
+                    assert len(pfns) == nr
+                    for i in rng.sample(range(nr), 10):
+                        mm.write(addr + i * PAGE, b"seen")
+                        assert mm.page_at(addr + i * PAGE).pfn == pfns[i]
+                    unpin_user_pages(pages)
+                    try:
+                        unpin_user_pages(pin_user_pages_fast(mm, other, nr, FOLL_WRITE, acquire="page"))
+                    except MMError:
+                        pass
+            return job
+
+        race(forker, pin(1), pin(2))
         over(mem, mm)
