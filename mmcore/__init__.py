@@ -26,6 +26,7 @@ from .core.output import __all__ as _output
 from .core.page import FOLIO_DTYPE, PAGE_DTYPE, PageFlags, PageType
 from .core.pagelist import *
 from .core.pagelist import __all__ as _pagelist
+from .core.remap import reclaim
 from .core.space import *
 from .core.space import __all__ as _space
 from .core.unpin import *
@@ -33,5 +34,5 @@ from .core.unpin import __all__ as _unpin
 
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
-           "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "VM", "VMA", "Zone", "folio_address", "page_address",
+           "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "VM", "VMA", "Zone", "folio_address", "page_address", "reclaim",
            *_buddy, *_folio, *_gup, *_hmm, *_lock, *_look, *_memfd, *_migrate, *_output, *_pagelist, *_space, *_unpin]

@@ -54,7 +54,7 @@ CALLS = {
 # Calls on address spaces and files: called wrongly in the tests of their own files.
 IN_SPACES = {"get_user_pages", "get_user_pages_fast", "get_user_pages_fast_only", "get_user_pages_remote",
              "get_user_pages_unlocked", "pin_user_pages", "pin_user_pages_fast", "pin_user_pages_remote",
-             "pin_user_pages_unlocked", "memfd_pin_folios", "hmm_range_fault", "hmm_pfn_to_map_order", "hmm_pfn_to_pfn"}
+             "pin_user_pages_unlocked", "memfd_pin_folios", "hmm_range_fault", "hmm_pfn_to_map_order", "hmm_pfn_to_pfn", "reclaim"}
 CONSTANTS = ("FOLL_", "PROT_", "MAP_", "MADV_", "HMM_PFN_")
 
 # What the names of mmcore are that no caller calls: types, dtypes, constants.

@@ -23,11 +23,19 @@ class Refused(Exception):
         self.errno = number
 
 
+class Share(dict):
+    """Content of shared memory by index, for as many pages as it was made for: an access beyond ends in SIGBUS."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+
 @dataclass(frozen=True)
 class Area:
     """What the mapping of a page is like."""
     prot: int
-    share: object           # None, or a dictionary index -> content that everyone who maps it has
+    share: object           # None, or the Share that everyone who maps it has
     share_id: int
     offset: int
     huge: str = ""
@@ -92,6 +100,8 @@ class Space:
     def touch(self, pages, write):
         self.allowed(pages, WRITE if write else READ)
         for page in pages:
+            if self.area[page].share is not None and self.area[page].offset >= self.area[page].share.size:
+                raise Refused(errno.EFAULT)     # what came before stays touched
             self.touched.add(page)
             if write and self.area[page].share is None:
                 self.populated.add(page)

@@ -100,7 +100,8 @@ cdef bint check_ready_block(sums_t *s, uint64_t pfn) noexcept nogil:
             or folio._pincount != 0 or folio._nr_pages_mapped != 0:
         return breach(s, "a ready block has no reference, mapping or pin", pfn, head._refcount, 0)
     for i in range(1, ONE << s.m.pmd_order):
-        if head[i].compound_info != tail_word(s.m.pmd_order) or head[i]._refcount != 0 or head[i].flags & low and i > 1 \
+        if head[i].compound_info != tail_word(s.m.pmd_order) or head[i]._refcount != 0 \
+                or head[i].flags & low != (s.m.pmd_order if i == 1 else 0) \
                 or not frame_free(s, pfn + i) or (i > 1 and head[i]._mapcount != -1):
             return breach(s, "tails of a ready block are fresh and free", pfn + i, <int64_t>head[i].compound_info, 0)
     return False

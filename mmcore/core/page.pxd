@@ -102,7 +102,7 @@ cdef enum:
     PG_has_hwpoisoned = 8
     PG_large_rmappable = 9
     PG_partially_mapped = 16
-    PG_mm_tails = 40            # ours: some tail has more than its tail word: bytes, a map count, an exclusive mark
+    PG_mm_tails = 43            # ours: some tail has more than its tail word: bytes, a map count, an exclusive mark
     # where x86-64 has the zone and the node
     ZONE_SHIFT = 51
     NODE_SHIFT = 54
