@@ -133,8 +133,10 @@ cdef int64_t gup_pages(gup_t *w, mm_t *mm, uint64_t start, uint64_t nr_pages, un
     return <int64_t>out.nr_pages if out.nr_pages or w.error == 0 else w.error
 
 # ---- the face -----------------------------------------------------------------------------------------------------------
+cdef str LEAF = "leaf"
+
 cdef bint by_page_arg(object acquire) except -1:
-    if acquire == "leaf":
+    if mm_likely(acquire is LEAF) or acquire == "leaf":
         return False
     if acquire == "page":
         return True

@@ -12,7 +12,11 @@ cdef str names(unsigned bits):
 
 cdef unsigned flags_arg(const wrapper_t *wrapper, object gup_flags) except? 0xffffffff:
     cdef unsigned flags = <unsigned>count_arg(gup_flags, "gup_flags", 0, 0xffffffff)
-    cdef str call = wrapper.name.decode()
+    cdef unsigned all_of_it = flags | wrapper.to_set
+    cdef str call
+    if mm_likely(not flags & ~<unsigned>(KNOWN_FLAGS & ~(FOLL_GET | FOLL_LONGTERM)) and not (wrapper.fast and all_of_it & ~<unsigned>FAST_FLAGS)):
+        return all_of_it
+    call = wrapper.name.decode()
     if mm_unlikely(flags & INTERNAL_FLAGS):
         raise InvalidArgument(f"{call}(): {names(flags & INTERNAL_FLAGS)} is internal: the function sets what it needs")
     if mm_unlikely(flags & ~<unsigned>KNOWN_FLAGS):

@@ -7,8 +7,8 @@ from mmcore.core.rmap cimport counts_mappings
 from mmcore.core.space cimport FILE_SECRETMEM, FILE_TMPFS, MMF_HAS_PINNED, mm_t
 
 cdef enum:
-    AHEAD = 16                  # entries whose struct pages are fetched in advance
-    AHEAD_LEAVES = 4
+    AHEAD = 32                  # entries whose struct pages are fetched in advance
+    AHEAD_LEAVES = 12           # also beyond the end of the range: who asks for 512 pages will ask for the next
 
 cdef inline uint64_t needed_bits(const gup_t *w) noexcept nogil:
     """What an entry must have for the access (pte_access_permitted)."""
@@ -213,9 +213,9 @@ cdef inline bint fast_leaf(gup_t *w, const uint64_t *entry, uint64_t e, int leve
     return True
 
 cdef inline void look_ahead(const gup_t *w, const uint64_t *entry, uint64_t left) noexcept nogil:
-    """Fetch head and tail 1 of a leaf some entries on."""
+    """Fetch head and tail 1 of a leaf some entries on; `left` is how many the table has after this one."""
     cdef uint64_t e
-    if left > AHEAD_LEAVES:
+    if left >= AHEAD_LEAVES:
         e = a64_load_relaxed(entry + AHEAD_LEAVES)
         if e & (PTE_PRESENT | PTE_PSE) == (PTE_PRESENT | PTE_PSE) and pte_pfn(e) + 1 < w.m.nr_pages:
             prefetch_write(&w.m.map[pte_pfn(e)])
@@ -226,7 +226,7 @@ cdef bint fast_table(gup_t *w, uint64_t table, int level, uint64_t end) noexcept
     cdef mem_t *m = w.m
     cdef pgd_t *g = &w.mm.pgd
     cdef uint64_t *entry = table_at(m, table) + table_index(g, w.addr, level)
-    cdef uint64_t *last = table_at(m, table) + table_index(g, end - 1, level)
+    cdef uint64_t *last = table_at(m, table) + ((ONE << g.bits) - 1)
     cdef uint64_t e, next
     cdef bint ok
     while w.addr < end:
