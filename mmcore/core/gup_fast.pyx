@@ -7,7 +7,7 @@ from mmcore.core.rmap cimport counts_mappings
 from mmcore.core.space cimport FILE_SECRETMEM, FILE_TMPFS, MMF_HAS_PINNED, mm_t
 
 cdef enum:
-    AHEAD = 32                  # entries whose struct pages are fetched in advance
+    AHEAD = 64                  # entries whose struct pages are fetched in advance
     AHEAD_LEAVES = 12           # also beyond the end of the range: who asks for 512 pages will ask for the next
 
 cdef inline uint64_t needed_bits(const gup_t *w) noexcept nogil:
