@@ -31,8 +31,10 @@ from .core.space import *
 from .core.space import __all__ as _space
 from .core.unpin import *
 from .core.unpin import __all__ as _unpin
+from .ledger import PinLedger
 
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
-           "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "VM", "VMA", "Zone", "folio_address", "page_address", "reclaim",
-           *_buddy, *_folio, *_gup, *_hmm, *_lock, *_look, *_memfd, *_migrate, *_output, *_pagelist, *_space, *_unpin]
+           "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "PinLedger", "VM", "VMA", "Zone", "folio_address",
+           "page_address", "reclaim", *_buddy, *_folio, *_gup, *_hmm, *_lock, *_look, *_memfd, *_migrate, *_output,
+           *_pagelist, *_space, *_unpin]

@@ -56,3 +56,17 @@ def canonical_blocks(free, max_order):
                 left.difference_update(block)
                 row[order] += 1
     return row
+
+
+def poke(mem, pfn, field, value):
+    """Write a field of a struct page behind the engine's back: for states that only other parts, or bugs, make."""
+    import ctypes
+
+    from mmcore import FOLIO_DTYPE
+    dtype, offset = FOLIO_DTYPE.fields[field][:2]
+    pages = mem.pages
+    at = pages.ctypes.data + 64 * pfn + offset
+    assert 64 * pfn + offset + dtype.itemsize <= pages.nbytes
+    before = int.from_bytes(ctypes.string_at(at, dtype.itemsize), "little")
+    ctypes.memmove(at, (value & (1 << 8 * dtype.itemsize) - 1).to_bytes(dtype.itemsize, "little"), dtype.itemsize)
+    return before

@@ -303,6 +303,9 @@ def test_most_pins_of_a_small_folio(mem):
     for flags in FOLL_PIN, FOLL_GET:
         with refused(mem, MMError, errno=12, pfn=folio.pfn):
             mmc.try_grab_folio(folio, 1, flags)
+        for pages in mmc.PageList(mem, [folio]), mmc.PageRanges(mem, [folio], [1]):
+            with refused(mem, MMError, errno=12, pfn=folio.pfn):
+                mmc.grab_pages(pages, flags)
     mmc.unpin_user_folio(folio, MOST_PINS + 1)
     assert folio.refcount == 1
     mmc.folio_put(folio)

@@ -466,6 +466,31 @@ def test_injected_list_failure(call):
     call(mem, pfns)
 
 
+RELEASES = [
+    lambda pages: mmc.unpin_user_pages(pages), lambda pages: mmc.unpin_user_pages(pages, release="page"),
+    lambda pages: mmc.unpin_user_pages_dirty_lock(pages, 3, True), lambda pages: mmc.release_pages(pages),
+    lambda pages: mmc.unpin_user_page_range_dirty_lock(pages[0], 3, True), lambda pages: mmc.grab_pages(pages),
+    lambda pages: mmc.unpin_user_pages(mmc.PageRanges.from_pagelist(pages)),
+]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("nth", [1, 2])
+def test_injected_failure_of_a_batch(release, nth):
+    # A batch notes what it may have to free or to undo before it changes anything; without memory for that it is refused.
+    mem = Memory("4M")
+    folio = mmc.folio_alloc(mem, 2)
+    pages = mmc.PageList(mem, range(folio.pfn, folio.pfn + 3))
+    mmc.grab_pages(pages)
+    with mem.inject("alloc", nth):
+        for _ in range(nth - 1):
+            mmc.grab_pages(pages)
+        with refused(mem, MMError, errno=12):
+            release(pages)
+        mmc.unpin_user_pages(pages)
+    assert folio.pincount == 3 * (nth - 1)
+
+
 @pytest.mark.parametrize("site, nth", [("nowhere", 1), ("frame", 0), ("frame", -1), ("frame", 1 << 31), ("frame", "1"),
                                        (None, 1)])
 def test_wrong_injections_are_refused(site, nth):

@@ -394,3 +394,78 @@ def test_wrong_calls_do_not_disturb_right_ones():
     released(mem)
     mmc.folios_put(folios + never)
     assert mem.buddyinfo() == fresh
+
+
+@pytest.mark.parametrize("order", [0, 2])
+@pytest.mark.parametrize("release", ["run", "head", "page", "ranges", "range"])
+def test_a_batch_that_fails_while_others_free(order, release):
+    #   A   unpin 1500 pinned folios, and then one that is not: it fails
+    #   B   meanwhile drops the plain references, and where A has taken the pins off already, that frees
+    #   A takes its pins back where nothing was freed since it began; else they stay released, and the error says so.
+    #   In no case are pins put on a frame that is free, or somebody else's by now.
+    texts = set()
+    for _ in range(12):
+        mem = Memory("64M")
+        fresh = mem.buddyinfo()
+        # the wrong one comes last, and is the first frame behind the others
+        folios = [mmc.folio_alloc_at(mem, pfn, order) for pfn in range(1024, 1024 + (1500 << order), 1 << order)]
+        wrong = mmc.folio_alloc_at(mem, 1024 + (1500 << order), order)
+        good, all_pages = PageList(mem, pages_of(folios)), PageList(mem, pages_of(folios + [wrong]))
+        mmc.grab_pages(good)
+        again = []
+
+        def fail():
+            with pytest.raises(BadPage) as caught:
+                if release == "range":
+                    mmc.unpin_user_page_range_dirty_lock(mem.page(1024), len(all_pages), True)
+                elif release == "ranges":
+                    mmc.unpin_user_pages(PageRanges.from_pagelist(all_pages))
+                else:
+                    mmc.unpin_user_pages_dirty_lock(all_pages, len(all_pages), True, release=release)
+            texts.add(str(caught.value).split(". ")[-1][:20])
+            assert caught.value.pfn == wrong.pfn
+
+        def put():
+            mmc.folios_put(folios)
+
+        def use():
+            for _ in range(30):
+                try:
+                    again.append(mmc.alloc_pages_bulk(mem, 100))
+                except MMError:
+                    pass
+
+        run(fail, put, use)
+        mem.check()
+        for folio in folios:
+            folio = mem.folio(folio.pfn)
+            if folio.pincount:
+                mmc.unpin_user_folio(folio, folio.pincount)
+        for pages in again:
+            mmc.release_pages(pages)
+        mmc.folio_put(wrong)
+        released(mem)
+        assert mem.buddyinfo() == fresh and mem.vmstat()["nr_dirty"] == 0
+    assert texts <= {"Nothing was changed", "What the call releas"}
+
+
+def test_wrong_unpins_do_not_hide_the_last_put():
+    #   A   unpins pages that are not pinned, each by itself: refused      B   drops their last references: freed
+    for _ in range(20):
+        mem = Memory("32M")
+        fresh = mem.buddyinfo()
+        pages = [mmc.alloc_page(mem) for _ in range(1500)]
+        lists = [PageList(mem, [page]) for page in pages]
+
+        def wrong():
+            for one in lists:
+                with pytest.raises(BadPage):
+                    mmc.unpin_user_pages(one)
+
+        def right():
+            for one in lists:
+                mmc.release_pages(one)
+
+        run(wrong, right)
+        released(mem)
+        assert mem.buddyinfo() == fresh

@@ -73,7 +73,7 @@ class Row:
     samples: list               # ns of each round
     bars: list = field(default_factory=list)
     missing: str = ""
-    note: str = ""
+    shown: str = ""             # in a table, instead of ns a page
 
     def as_dict(self):
         """Return the row as it goes into JSON; median and mad in ns for the whole run."""
@@ -83,8 +83,6 @@ class Row:
                "rounds": len(self.samples), "entries": self.entries, "bars": self.bars}
         if self.missing:
             row["missing"] = self.missing
-        if self.note:
-            row["note"] = self.note
         return row
 
 

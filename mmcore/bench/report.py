@@ -27,22 +27,27 @@ def number(value):
 def _lines(row):
     """Return the cells of a row: one line, and one more for each further bar."""
     data = row.as_dict()
-    mad = None if data["mad"] is None else data["mad"] / row.entries
-    # A variant may be shown for another one's bar only; then it has nothing but its time.
+    mad = "" if row.shown else number(data["mad"] and data["mad"] / row.entries)
     bars = row.bars or [None]
     for k, bar in enumerate(bars):
-        cells = [row.case, row.variant, number(data["ns_per_page"]), number(mad)] if k == 0 else ["", "", "", ""]
+        value = row.shown or number(data["ns_per_page"])
+        cells = [row.case, row.variant, value, mad] if k == 0 else ["", "", "", ""]
         if bar is None:
-            cells += ["", "", "", row.missing or row.note]
+            cells += ["", "", "", row.missing]
         else:
-            ratio = "-" if bar["ratio"] is None else f"{bar['ratio']:.2f} ±{bar['spread']:.2f}"
+            ratio = "-" if bar["ratio"] is None else f"{bar['ratio']:.2f}"
+            ratio += "" if bar["spread"] is None else f" ±{bar['spread']:.2f}"
             met = {True: "yes", False: "NO", None: "" if bar["ratio"] is not None else "not measured"}[bar["met"]]
             cells += [bar["against"], ratio, bar["bar"], met + (" " if met and bar["note"] else "") + bar["note"]]
         yield cells
 
 
-def table(rows, head=("case", "variant", "ns/page", "mad", "against", "ratio", "must reach", "met")):
-    """Return the rows as aligned text; a case is named once."""
+HEAD = ("case", "variant", "ns/page", "mad", "against", "ratio", "must reach", "met")
+RIGHT = {2, 3, 5}           # columns of numbers
+
+
+def table(rows, head=HEAD, columns=range(len(HEAD))):
+    """Return the rows as aligned text, some columns of them; a case is named once."""
     lines, last = [list(head)], None
     for row in rows:
         for cells in _lines(row):
@@ -50,14 +55,12 @@ def table(rows, head=("case", "variant", "ns/page", "mad", "against", "ratio", "
                 cells[0] = ""
             last = cells[0] or last
             lines.append(cells)
-    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-    right = {2, 3, 5}
+    widths = {k: max(len(line[k]) for line in lines) for k in columns}
     text = []
     for line in lines:
-        cells = [cell.rjust(width) if k in right else cell.ljust(width)
-                 for k, (cell, width) in enumerate(zip(line, widths))]
+        cells = [line[k].rjust(widths[k]) if k in RIGHT else line[k].ljust(widths[k]) for k in columns]
         text.append("  ".join(cells).rstrip())
-    text.insert(1, "  ".join("-" * width for width in widths))
+    text.insert(1, "  ".join("-" * width for width in widths.values()))
     return "\n".join(text)
 
 
@@ -70,8 +73,9 @@ def verdict(rows):
     if len(measured) < len(bars):
         text += f", {len(bars) - len(measured)} not measured"
     lines = [text + "."]
-    lines += [f"  missed: {row.case}, {row.variant} against {bar['against']}: {bar['ratio']:.2f} ±{bar['spread']:.2f}, "
-              f"must reach {bar['bar']}" for row, bar in missed]
+    for row, bar in missed:
+        against = f" against {bar['against']}" if bar["against"] else ""
+        lines.append(f"  missed: {row.case}, {row.variant}{against}: {bar['ratio']:.2f}, must reach {bar['bar']}")
     return "\n".join(lines)
 
 

@@ -32,36 +32,32 @@ class Case:
 
 
 CASES = (
-    Case("2 threads, 64 MiB, order 0", partial(layouts.uniform, order=0), True, at_least=1.8),
-    Case("2 threads, 16 GiB, order 0 shuffled", partial(layouts.uniform, order=0, arrange=layouts.shuffled), False, 8),
-    Case("2 threads, 16 GiB, order 9", partial(layouts.uniform, order=9), False, 32),
+    Case("2 threads, in the caches, order 0", partial(layouts.uniform, order=0), True, at_least=1.8),
+    Case("2 threads, memory-bound, order 0 shuffled", partial(layouts.uniform, order=0, arrange=layouts.shuffled), False, 8),
+    Case("2 threads, memory-bound, order 9", partial(layouts.uniform, order=9), False, 32),
 )
 
 
-class Crew:
-    """Threads that start a job each at the same moment."""
+def together(jobs):
+    """Run lists of calls, a thread each, that start at the same moment; returns ns from the first start to the last end."""
+    gate = threading.Barrier(len(jobs))
+    spans = []
 
-    def __init__(self, size):
-        self.gate = threading.Barrier(size)
-        self.spans = [None] * size
-
-    def _one(self, k, jobs):
-        self.gate.wait()
+    def work(calls):
+        gate.wait()
         start = time.perf_counter_ns()
-        for job in jobs:
-            job()
-        self.spans[k] = (start, time.perf_counter_ns())
+        for call in calls:
+            call()
+        spans.append((start, time.perf_counter_ns()))
 
-    def run(self, jobs):
-        """Run lists of calls, a thread each; returns ns from the first start to the last end."""
-        self.gate = threading.Barrier(len(jobs))
-        self.spans = [None] * len(jobs)
-        threads = [threading.Thread(target=self._one, args=(k, calls)) for k, calls in enumerate(jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return max(end for _, end in self.spans) - min(start for start, _ in self.spans)
+    threads = [threading.Thread(target=work, args=(calls,)) for calls in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(spans) < len(jobs):
+        raise RuntimeError("a thread of the benchmark failed; its error is above")
+    return max(end for _, end in spans) - min(start for start, _ in spans)
 
 
 def available_bytes():
@@ -97,7 +93,6 @@ def measure_case(case, nr_pages, rounds, peers, seconds):
     jobs = {"run": [partial(mmc.unpin_user_pages, half) for half in halves]}
     if isinstance(peers, Peers):
         jobs["C run"] = [peers.on_list("run", layout.mem, half) for half in halves]
-    crew = Crew(2)
     grabs = [[partial(mmc.grab_pages, half)] for half in halves]
     samples = {(name, nr): [] for name in jobs for nr in (1, 2)}
     order = list(samples)
@@ -105,9 +100,9 @@ def measure_case(case, nr_pages, rounds, peers, seconds):
         for turn in range(rounds):
             for k in range(len(order)):
                 name, nr = order[(turn + k) % len(order)]
-                crew.run(grabs)
+                together(grabs)
                 calls = jobs[name]
-                samples[name, nr].append(crew.run([calls] if nr == 1 else [[call] for call in calls]))
+                samples[name, nr].append(together([calls] if nr == 1 else [[call] for call in calls]))
     finally:
         del jobs, grabs, halves
         layout.close()

@@ -38,6 +38,8 @@ cdef uint64_t alloc_pages(mem_t *m, unsigned regions, uint64_t *pfns, uint64_t n
 cdef int alloc_folio_at(mem_t *m, uint64_t pfn, unsigned order, bint hugetlb) noexcept nogil        # 0, -EBUSY, -EINVAL
 cdef void free_folios(mem_t *m, const uint64_t *freed, uint64_t nr) noexcept nogil      # freed_word()s, refcount 0
 cdef void dissolve_pooled(mem_t *m, uint64_t pfn, uint64_t broken) noexcept nogil      # a pooled hugetlb folio, but one page
+cdef bint frames_hold(mem_t *m, int64_t frees) noexcept nogil
+cdef void frames_go(mem_t *m) noexcept nogil
 cdef inline void free_folio(mem_t *m, uint64_t pfn, unsigned order) noexcept nogil:
     cdef uint64_t word = freed_word(pfn, order, False)
     free_folios(m, &word, 1)

@@ -267,7 +267,7 @@ cdef int alloc_folio_at(mem_t *m, uint64_t pfn, unsigned order, bint hugetlb) no
 # ---- freeing --------------------------------------------------------------------------------------------------------
 cdef void wipe(mem_t *m, uint64_t pfn, unsigned order) noexcept nogil:
     """Write struct pages back to what a free frame looks like; a broken page keeps its mark, and is retired."""
-    cdef uint64_t i, zone = m.map[pfn].flags & ~((ONE << ZONE_SHIFT) - 1)
+    cdef uint64_t i, zone = a64_load_relaxed(&m.map[pfn].flags) & ~((ONE << ZONE_SHIFT) - 1)
     for i in range(pfn, pfn + (ONE << order)):
         if mm_unlikely(test_flag(&m.map[i], PG_hwpoison)):
             page_init(&m.map[i], zone | (ONE << PG_hwpoison) | (ONE << PG_mm_retired), 0)
@@ -281,7 +281,7 @@ cdef void free_device_folio(mem_t *m, uint64_t pfn) noexcept nogil:
     cdef uint64_t keep = ~((ONE << ZONE_SHIFT) - 1) | (ONE << PG_head) | (ONE << PG_hwpoison)
     a64_fetch_and_release(&head.flags, keep)
     if d.type != DEVICE_GENERIC and d.type != DEVICE_FSDAX:
-        head.mapping = 0
+        a64_store_relaxed(&head.mapping, 0)
     if d.type == DEVICE_GENERIC:
         a32_store_release(&head._refcount, 1)
 
@@ -299,9 +299,9 @@ cdef bint free_hugetlb_folio(mem_t *m, uint64_t pfn, unsigned order) noexcept no
         if (as_folio(head)._flags_1 >> PG_has_hwpoisoned) & 1:
             h.nr -= 1
         else:
-            head.mapping = 0
-            head.index = 0
-            head.private = 0
+            a64_store_relaxed(&head.mapping, 0)
+            a64_store_relaxed(&head.index, 0)
+            a64_store_relaxed(&head.private, 0)
             for i in range(1, ONE << order):
                 # The next owner must not see the bytes of this one.
                 if test_flag(&m.map[pfn + i], PG_mm_written):
@@ -357,6 +357,7 @@ cdef void free_folios(mem_t *m, const uint64_t *freed, uint64_t nr) noexcept nog
     cdef region_t *locked = NULL
     cdef page_t *head
     cdef bint broken
+    stat_add(m, NR_FREES, 1)
     while i < nr:
         word = freed[i]
         i += 1
@@ -407,6 +408,28 @@ cdef void free_folios(mem_t *m, const uint64_t *freed, uint64_t nr) noexcept nog
         pthread_mutex_unlock(&locked.lock)
     if pages:
         stat_add(m, PGFREE, <int64_t>pages)
+
+cdef bint frames_hold(mem_t *m, int64_t frees) noexcept nogil:
+    """Lock every list of free frames, if no frame was given back since `frees` was read; frames_go() ends that.
+
+    Meanwhile no frame can be used again. The one place where more than one region's lock is held, in order of address.
+    """
+    cdef int i
+    for i in range(m.nr_pools):
+        pthread_mutex_lock(&m.pool[i].lock)
+    for i in range(m.nr_regions):
+        pthread_mutex_lock(&m.region[i].lock)
+    if stat_sum(m, NR_FREES) == frees:
+        return True
+    frames_go(m)
+    return False
+
+cdef void frames_go(mem_t *m) noexcept nogil:
+    cdef int i
+    for i in range(m.nr_regions):
+        pthread_mutex_unlock(&m.region[i].lock)
+    for i in range(m.nr_pools):
+        pthread_mutex_unlock(&m.pool[i].lock)
 
 # ---- the Python face ------------------------------------------------------------------------------------------------
 cdef int regions_of_zone(Memory mem, object zone) except -1:

@@ -4,7 +4,7 @@ Laws
     _refcount >= mappings + pins. Whoever brings it to 0 owns the folio; nobody else may touch it after.
     Pins of a small folio are GUP_PIN_COUNTING_BIAS on _refcount each; of a large one 1 on _refcount and 1 on _pincount.
     The permanent zero page is never pinned. nr_foll_pin_* count base pages' pins, on every path.
-    A put or unpin that would break a law is undone and refused with a BAD_* code.
+    A put or unpin that would break a law is refused with a BAD_* code, and nothing is changed.
 
 Memory order
     Taking a reference   acquire: what the last owner wrote is visible (compare-and-swap, never from 0: a folio at 0
@@ -56,8 +56,9 @@ cdef enum:                      # why a put was refused; outside the range of er
     FREED = 1                   # the caller brought it to 0, and frees it
 
 # ---- slow sides, out of line ---------------------------------------------------------------------------------------
-cdef int put_suspicious(mem_t *m, page_t *head, uint32_t old, uint32_t refs) noexcept nogil
-cdef int put_last(mem_t *m, page_t *head, uint32_t amount) noexcept nogil
+cdef int put_wrong(const page_t *head, uint32_t old, uint32_t refs) noexcept nogil      # 0 when it is right after all
+cdef int put_last_wrong(mem_t *m, const page_t *head) noexcept nogil                    # why the last reference must stay; 0
+cdef int put_pins_last(mem_t *m, page_t *head, bint large, uint32_t old, uint32_t amount) noexcept nogil    # 0 when it may go
 
 # ---- references ----------------------------------------------------------------------------------------------------
 cdef inline uint32_t refs_load(const page_t *head) noexcept nogil:
@@ -88,62 +89,61 @@ cdef inline bint ref_add_unless_zero(page_t *head, uint32_t amount) noexcept nog
         if old == 0 or <uint64_t>old + amount > 0xffffffffu:
             return False
         if mm_likely(a32_cas_acq_rel(&head._refcount, &old, old + amount)):
-            note_plain_refs(head, old, amount)
             return True
 
 cdef inline int put_refs(mem_t *m, page_t *head, bint large, uint32_t refs) noexcept nogil:
-    """Drop plain references: NOT_FREED, FREED, or a BAD_* code after undoing."""
-    cdef uint32_t old = a32_fetch_sub_acq_rel(&head._refcount, refs)
+    """Drop plain references: NOT_FREED, FREED, or a BAD_* code with nothing changed."""
+    cdef uint32_t old = refs_load(head)
     cdef int bad
-    if large:
-        if mm_unlikely(old < refs or old - refs < pincount_load(head)):
-            bad = put_suspicious(m, head, old, refs)
+    while True:
+        # Looked at before, not undone after: a wrong put must not be seen by the right ones of other threads.
+        if mm_unlikely(old < refs or (old - refs < pincount_load(head) if large
+                                      else (old & (GUP_PIN_COUNTING_BIAS - 1)) < refs)):
+            bad = put_wrong(head, old, refs)
             if bad:
                 return bad
-    elif mm_unlikely((old & (GUP_PIN_COUNTING_BIAS - 1)) < refs):
-        bad = put_suspicious(m, head, old, refs)
-        if bad:
-            return bad
-    if old == refs:
-        return put_last(m, head, refs)
-    return NOT_FREED
+        if old == refs:
+            bad = put_last_wrong(m, head)
+            if mm_unlikely(bad):
+                return bad
+        if mm_likely(a32_cas_acq_rel(&head._refcount, &old, old - refs)):
+            return FREED if old == refs else NOT_FREED
 
 cdef inline int put_pins(mem_t *m, page_t *head, bint large, uint64_t pins) noexcept nogil:
-    """Drop pins (not of the zero page): NOT_FREED, FREED, or a BAD_* code after undoing. Statistics are the caller's."""
+    """Drop pins (not of the zero page): NOT_FREED, FREED, or a BAD_* code with nothing changed. Statistics are the caller's.
+
+    Compare-and-swap costs what fetch-and-sub costs (4.8 ns here), and a wrong unpin is never seen by right ones.
+    """
     cdef uint32_t old, amount = <uint32_t>pins
-    cdef int last
+    cdef int bad
     if large:
-        old = a32_fetch_sub_acq_rel(&as_folio(head)._pincount, amount)
-        if mm_unlikely(old < pins):
-            a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
-            return BAD_UNPINNED
+        old = pincount_load(head)
+        while True:
+            if mm_unlikely(old < pins):
+                return BAD_UNPINNED
+            if mm_likely(a32_cas_acq_rel(&as_folio(head)._pincount, &old, old - amount)):
+                break
     else:
         if mm_unlikely(pins >> (32 - GUP_PIN_COUNTING_SHIFT)):
             return BAD_UNPINNED
         amount <<= GUP_PIN_COUNTING_SHIFT
-    old = a32_fetch_sub_acq_rel(&head._refcount, amount)
-    if mm_unlikely(old < amount):
-        a32_fetch_add_acq_rel(&head._refcount, amount)
-        if large:
-            a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
-            return BAD_UNDERFLOW
-        return BAD_UNPINNED
-    if old == amount:
-        last = put_last(m, head, amount)
-        if large and last < 0:
-            a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
-        return last
-    return NOT_FREED
+    old = refs_load(head)
+    while True:
+        if mm_unlikely(old <= amount):
+            bad = put_pins_last(m, head, large, old, amount)
+            if bad:
+                return bad
+        if mm_likely(a32_cas_acq_rel(&head._refcount, &old, old - amount)):
+            return FREED if old == amount else NOT_FREED
 
-cdef inline void undo_put_refs(page_t *head, uint32_t refs) noexcept nogil:
-    a32_fetch_add_acq_rel(&head._refcount, refs)
-
-cdef inline void undo_put_pins(page_t *head, bint large, uint64_t pins) noexcept nogil:
-    if large:
-        a32_fetch_add_acq_rel(&head._refcount, <uint32_t>pins)
-        a32_fetch_add_acq_rel(&as_folio(head)._pincount, <uint32_t>pins)
-    else:
-        a32_fetch_add_acq_rel(&head._refcount, <uint32_t>pins << GUP_PIN_COUNTING_SHIFT)
+cdef inline bint retake(page_t *head, bint large, bint pins, uint64_t count) noexcept nogil:
+    """Take back what a batch dropped, unless the folio is gone since. The caller sees to it that no frame is used again."""
+    cdef uint64_t amount = count << GUP_PIN_COUNTING_SHIFT if pins and not large else count
+    if not ref_add_unless_zero(head, <uint32_t>amount):
+        return False
+    if pins and large:
+        a32_fetch_add_acq_rel(&as_folio(head)._pincount, <uint32_t>count)
+    return True
 
 cdef int grab_folio(mem_t *m, uint64_t pfn, uint64_t refs, unsigned flags) noexcept nogil
 cdef uint64_t try_get_folio(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil

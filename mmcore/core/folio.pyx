@@ -1,5 +1,6 @@
 """References, pins and splitting, under the kernel's names; and what the modules above share: arguments, errors."""
 from libc.errno cimport EAGAIN, EBUSY, EINVAL, ENOMEM, EREMOTEIO
+from mmcore.core.hook cimport pin_watchers, pins_changed
 from mmcore.core.buddy cimport region_is_free
 
 import enum
@@ -44,50 +45,48 @@ globals()["GUP_PIN_COUNTING_BIAS"] = 1024
 __all__ += ["FOLL_" + flag.name for flag in FOLL]
 
 # ---- dropping references: the slow sides ------------------------------------------------------------------------------
-cdef int put_suspicious(mem_t *m, page_t *head, uint32_t old, uint32_t refs) noexcept nogil:
-    """Decide about a put that looks wrong: 0 when it was right after all, else a BAD_* code after undoing."""
-    cdef int i, bad
-    cdef uint32_t now
+cdef int put_wrong(const page_t *head, uint32_t old, uint32_t refs) noexcept nogil:
+    """Decide about a put that looks wrong: 0 when it is right after all, else a BAD_* code."""
+    cdef int i
     if old < refs:
-        bad = BAD_FREE if old == 0 else BAD_UNDERFLOW
-    elif page_is_head(head):
-        # Pins and references are two words; others may move both while we look. The law holds at every moment, so one
-        # look that finds it kept settles the matter, and a breach stays one however often we look.
-        for i in range(64):
-            now = refs_load(head)
-            if now >= pincount_load(head):
-                return 0
-            cpu_relax()
-        bad = BAD_EATS_PIN
-    else:
-        if test_flag(head, PG_mm_many_refs):
+        return BAD_FREE if old == 0 else BAD_UNDERFLOW
+    if not page_is_head(head):
+        return 0 if test_flag(head, PG_mm_many_refs) else BAD_EATS_PIN
+    # Pins and references are two words; others may move both while we look. The law holds at every moment, so one look
+    # that finds room for this put settles the matter; where there is none, no look finds it.
+    for i in range(64):
+        old = refs_load(head)
+        if old >= refs and old - refs >= pincount_load(head):
             return 0
-        bad = BAD_EATS_PIN
-    a32_fetch_add_acq_rel(&head._refcount, refs)
-    return bad
+        cpu_relax()
+    return BAD_EATS_PIN
 
-cdef int put_last(mem_t *m, page_t *head, uint32_t amount) noexcept nogil:
-    """The count just reached 0: FREED when the folio may be freed, else a BAD_* code after undoing."""
+cdef int put_last_wrong(mem_t *m, const page_t *head) noexcept nogil:
+    """Why a folio may not lose its last reference; 0 when it may."""
     cdef uint64_t flags = a64_load_relaxed(&head.flags)
-    cdef int bad = FREED
     cdef uint64_t stop = (ONE << PG_locked) | (ONE << PG_writeback) | (ONE << PG_reserved)
     if mm_unlikely((flags & stop) != 0):
         if (flags >> PG_locked) & 1:
-            bad = BAD_LOCKED
-        elif (flags >> PG_writeback) & 1:
-            bad = BAD_WRITEBACK
-        else:
-            bad = BAD_RESERVED
-    elif mm_unlikely(folio_mapcount_of(head) > 0):
-        bad = BAD_MAPPED
-    elif mm_unlikely((flags >> PG_head) & 1 and pincount_load(head) != 0):
-        bad = BAD_EATS_PIN
-    elif mm_unlikely(<uint64_t>(head - m.map) == m.huge_zero_pfn):
-        bad = BAD_RESERVED
-    if bad != FREED:
-        a32_fetch_add_acq_rel(&head._refcount, amount)
-        return bad
-    return FREED
+            return BAD_LOCKED
+        return BAD_WRITEBACK if (flags >> PG_writeback) & 1 else BAD_RESERVED
+    if mm_unlikely(folio_mapcount_of(head) > 0):
+        return BAD_MAPPED
+    if mm_unlikely((flags >> PG_head) & 1 and pincount_load(head) != 0):
+        return BAD_EATS_PIN
+    if mm_unlikely(<uint64_t>(head - m.map) == m.huge_zero_pfn):
+        return BAD_RESERVED
+    return 0
+
+cdef int put_pins_last(mem_t *m, page_t *head, bint large, uint32_t old, uint32_t amount) noexcept nogil:
+    """Decide about pins whose drop takes the count, `old` now, to 0 or below: 0 when it may, else a BAD_* code."""
+    cdef int bad
+    if old == amount:
+        bad = put_last_wrong(m, head)
+    else:
+        bad = BAD_UNDERFLOW if large else BAD_UNPINNED
+    if bad and large:
+        a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
+    return bad
 
 # ---- taking references --------------------------------------------------------------------------------------------------
 cdef uint64_t try_get_folio(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil:
@@ -153,7 +152,7 @@ cdef int64_t expected_refs(mem_t *m, uint64_t pfn) noexcept nogil:
         if test_flag(head, PG_swapbacked) and test_flag(head, PG_owner_priv_1):
             refs += nr
     else:
-        refs += nr if head.mapping else 0
+        refs += nr if a64_load_relaxed(&head.mapping) else 0
         refs += test_flag(head, PG_private)
     return refs + folio_mapcount_of(head)
 
@@ -164,12 +163,12 @@ cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil:
     """
     cdef page_t *head = &m.map[pfn]
     cdef unsigned order = folio_order_of(head)
-    cdef uint32_t expected
-    cdef uint64_t i, keep, zone, inherited, mapping, index, at, cached, step = ONE << new_order
+    cdef uint32_t expected, share
+    cdef uint64_t i, own, keep, zone, inherited, mapping, index, at, step = ONE << new_order
     if order == 0 or new_order >= order:
         return -EINVAL
     if folio_is_hugetlb(head) or pfn == m.huge_zero_pfn or page_zone(head) == ZONE_DEVICE \
-            or test_flag(head, PG_writeback):
+            or test_flag(head, PG_writeback) or test_flag(head, PG_private):
         return -EBUSY
     if folio_mapcount_of(head) > 0:
         return -EBUSY
@@ -181,12 +180,13 @@ cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil:
         a32_store_release(&head._refcount, expected)
         return -EAGAIN
     keep = (ONE << PG_mm_written) | (ONE << PG_hwpoison) | (ONE << PG_owner_2)
-    zone = head.flags & ~((ONE << ZONE_SHIFT) - 1)
-    inherited = head.flags & ((ONE << PG_dirty) | (ONE << PG_referenced) | (ONE << PG_uptodate) | (ONE << PG_active)
+    own = a64_load_relaxed(&head.flags)
+    zone = own & ~((ONE << ZONE_SHIFT) - 1)
+    inherited = own & ((ONE << PG_dirty) | (ONE << PG_referenced) | (ONE << PG_uptodate) | (ONE << PG_active)
                               | (ONE << PG_workingset) | (ONE << PG_swapbacked) | (ONE << PG_unevictable)
                               | (ONE << PG_dropbehind) | (ONE << PG_mlocked))
-    mapping = head.mapping
-    index = head.index
+    mapping = a64_load_relaxed(&head.mapping)
+    index = a64_load_relaxed(&head.index)
     i = pfn + (ONE << order)
     while i > pfn:
         # From the end: the head, where the lock and the frozen count are, comes last. A waiter's mark that is lost in
@@ -194,13 +194,11 @@ cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil:
         i -= step
         split_piece(m, i, new_order, zone, inherited, keep, mapping, index + (i - pfn) if mapping else 0,
                     (ONE << PG_locked) | (ONE << PG_waiters) if i == pfn else 0)
-    # A page cache holds a reference a page: each piece takes its own along, and none stays behind on the first.
-    cached = step if mapping and not mapping & FOLIO_MAPPING_ANON else 0
+    # A cache holds a reference on each page, and the caller gets one on each piece.
+    share = 1 + ((expected - 1) >> (order - new_order))
     for at in range(1, ONE << (order - new_order)):
-        a32_store_release(&m.map[pfn + at * step]._refcount, <uint32_t>(1 + cached))
-    if cached:
-        expected -= <uint32_t>((ONE << order) - step)
-    a32_store_release(&head._refcount, expected)
+        a32_store_release(&m.map[pfn + at * step]._refcount, share)
+    a32_store_release(&head._refcount, share)
     return 0
 
 cdef void split_piece(mem_t *m, uint64_t pfn, unsigned order, uint64_t zone, uint64_t inherited, uint64_t keep,
@@ -215,12 +213,12 @@ cdef void split_piece(mem_t *m, uint64_t pfn, unsigned order, uint64_t zone, uin
     own = a64_load_relaxed(&head.flags) & (keep | lock_bits)
     poisoned = poisoned or (own >> PG_hwpoison) & 1
     page_init(head, zone | own | inherited | ((ONE << PG_head) if order else 0), 0)
-    head.mapping = mapping
-    head.index = index
+    a64_store_relaxed(&head.mapping, mapping)
+    a64_store_relaxed(&head.index, index)
     if order:
         prep_folio_words(head, order)
         if poisoned:
-            as_folio(head)._flags_1 |= ONE << PG_has_hwpoisoned
+            a64_fetch_or_relaxed(&as_folio(head)._flags_1, ONE << PG_has_hwpoisoned)
 
 # ---- arguments and errors -------------------------------------------------------------------------------------------------------
 cdef Memory folio_arg(object folio, uint64_t *pfn, bint live):
@@ -321,7 +319,11 @@ def folio_try_get(folio):
     """Take one reference unless the count is 0; tells whether it did."""
     cdef uint64_t pfn
     cdef Memory mem = folio_arg(folio, &pfn, False)
-    return bool(ref_add_unless_zero(&mem.m.map[pfn], 1))
+    cdef page_t *head = &mem.m.map[pfn]
+    if not ref_add_unless_zero(head, 1):
+        return False
+    note_plain_refs(head, refs_load(head) - 1, 1)
+    return True
 
 cdef object drop(Memory mem, uint64_t pfn, uint64_t refs, str call):
     cdef page_t *head = &mem.m.map[pfn]
@@ -419,6 +421,8 @@ def try_grab_folio(folio, refs, flags=FOLL.PIN):
     error = grab_folio(&mem.m, pfn, nr, bits)
     if error:
         raise grab_error(mem, error, pfn)
+    if mm_unlikely(pin_watchers) and bits & FOLL_PIN and pfn != mem.m.zero_pfn:
+        pins_changed(mem, (pfn,), (nr,), 1)
 
 
 def folio_add_pins(folio, n):
@@ -436,6 +440,8 @@ def folio_add_pins(folio, n):
     error = grab_folio(&mem.m, pfn, nr, FOLL_PIN)
     if error:
         raise grab_error(mem, error, pfn)
+    if mm_unlikely(pin_watchers):
+        pins_changed(mem, (pfn,), (nr,), 1)
 
 
 def folio_add_pin(folio):

@@ -54,6 +54,7 @@ cdef void give_pages(mem_t *m, const uint64_t *pfns, uint64_t nr) noexcept nogil
     cdef unsigned order
     cdef region_t *r
     cdef region_t *locked = NULL
+    stat_add(m, NR_FREES, 1)
     while i < nr:
         run = 1
         while i + run < nr and pfns[i + run] == pfns[i] + run:
@@ -133,6 +134,7 @@ cdef void give_huge(mem_t *m, const uint64_t *pfns, uint64_t nr) noexcept nogil:
     cdef page_t *head
     cdef region_t *r
     cdef region_t *locked = NULL
+    stat_add(m, NR_FREES, 1)
     for i in range(nr):
         head = &m.map[pfns[i]]
         if i + 4 < nr:

@@ -6,16 +6,18 @@ from mmcore.core.gup_args cimport flags_arg, gup_error, wrapper_t
 from mmcore.core.gup_fast cimport gup_fast
 from mmcore.core.gup_slow cimport gup_slow
 from mmcore.core.gup_walk cimport *
+from mmcore.core.hook cimport pin_watchers, pins_changed
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.migrate cimport check_and_migrate
 from mmcore.core.mm cimport MM
 from mmcore.core.output cimport GupOutput, gup_output_t, output_arg, release_leaves
-from mmcore.core.pagelist cimport PageList
 from mmcore.core.pgtable cimport task_size
 from mmcore.core.space cimport *
 
 from .errors import InvalidArgument
 from .pagelist import PageList as _PageList
+from .pagelist import PageRanges as _PageRanges
+from .unpin import folio_runs
 
 __all__ = [
     "get_user_pages", "get_user_pages_fast", "get_user_pages_fast_only", "get_user_pages_remote", "get_user_pages_unlocked",
@@ -163,7 +165,22 @@ cdef object gup(const wrapper_t *wrapper, MM mm, object start, object nr_pages, 
         raise_pending()
     if mm_unlikely(result < 0):
         raise gup_error(mm, &w, wrapper.name.decode())
-    return sink.finish(mm.mem, pins)
+    taken = sink.finish(mm.mem, pins)
+    if mm_unlikely(pin_watchers) and pins:
+        tell_watchers(mm.mem, sink, taken)
+    return taken
+
+cdef object tell_watchers(Memory mem, GupOutput sink, object taken):
+    """Name the folios that were pinned; a GupOutput still has its leaves, other outputs tell themselves."""
+    cdef uint64_t i
+    if type(taken) is not _PageList and type(taken) is not _PageRanges:
+        if sink.leaves.n == 0:
+            return
+        words = [sink.leaves.leaf[i] for i in range(sink.leaves.n)]
+        taken = _PageRanges(mem, [leaf_pfn(word) for word in words], [leaf_count(word) for word in words])
+    heads, counts = folio_runs(taken)
+    counted = heads != mem.m.zero_pfn
+    pins_changed(mem, heads[counted], counts[counted], 1)
 
 cdef wrapper_t GET = wrapper_t("get_user_pages", FOLL_TOUCH, False)
 cdef wrapper_t GET_REMOTE = wrapper_t("get_user_pages_remote", FOLL_TOUCH | FOLL_REMOTE, False)

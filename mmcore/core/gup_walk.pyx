@@ -1,12 +1,11 @@
 """What the walks share."""
-from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memcpy
+from libc.stdlib cimport realloc
 from mmcore.core.space cimport *
 
 cdef void put_grabbed(mem_t *m, uint64_t head, uint32_t amount) noexcept nogil:
     """Take back references that this call added: no look at what they were for. The folio may have lost all others."""
     cdef page_t *page = &m.map[head]
-    if a32_fetch_sub_acq_rel(&page._refcount, amount) == amount and put_last(m, page, amount) == FREED:
+    if a32_fetch_sub_acq_rel(&page._refcount, amount) == amount:
         free_folio(m, head, folio_order_of(page))
 
 cdef bint more_leaves(gup_t *w) noexcept nogil:

@@ -1,8 +1,8 @@
 """hugetlb mappings: faults, copies, reservations. Always a whole folio of a pool behind one PMD or PUD leaf.
 
 Laws
-    A private VMA made without MAP_NORESERVE has a promise (VM_HUGE_RESV) for each of its pages that is not there yet; its
-    child in a fork has none.
+    A private VMA made without MAP_NORESERVE has a promise (VM_HUGE_RESV) for each page that is not its own yet (nothing,
+    or the file's, is mapped there); its child in a fork has none.
     A shared one has a mark in the page cache of its file for each page that is not there yet.
     AnonExclusive is the head's.
 """
@@ -16,5 +16,5 @@ cdef inline int vma_level(const mm_t *mm, const vma_t *v) noexcept nogil:
 
 cdef int hugetlb_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noexcept nogil
 cdef uint64_t hugetlb_copy(mm_t *mm, uint64_t source, unsigned order, bint reserved, uint64_t index, uint64_t mapping) noexcept nogil
-cdef uint64_t hugetlb_missing(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil   # entries that are none
+cdef uint64_t hugetlb_missing(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil   # pages that are not its own
 cdef int hugetlb_reserve_file(file_t *f, uint64_t index, uint64_t nr) noexcept nogil     # huge indices; all or nothing

@@ -80,7 +80,9 @@ cdef int huge_wp(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t e, uint64_t addr,
         if not unshare:
             a64_store_release(entry, e | PTE_ACCESSED | written_bits(v))
         return 0
-    new = hugetlb_copy(mm, pfn, v.order, False, page_index(mm, v, addr), mm.anon_id)
+    # The promise is for the first page of its own; what it had and shares since a fork was that already.
+    new = hugetlb_copy(mm, pfn, v.order, (v.flags & VM_HUGE_RESV) != 0 and not folio_is_anon(head), page_index(mm, v, addr),
+                       mm.anon_id)
     if new == 0:
         return FAULT_SIGBUS
     note_anon(v)
@@ -123,10 +125,11 @@ cdef int hugetlb_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noexce
 
 cdef uint64_t hugetlb_missing(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil:
     cdef int level
-    cdef uint64_t table, missing = 0, size = (ONE << v.order) << mm.m.page_shift
+    cdef uint64_t table, e, missing = 0, size = (ONE << v.order) << mm.m.page_shift
     while start < end:
         level = vma_level(mm, v)
-        missing += a64_load_acquire(walk_find(&mm.pgd, start, &level, &table)) == 0 or level != vma_level(mm, v)
+        e = a64_load_acquire(walk_find(&mm.pgd, start, &level, &table))
+        missing += level != vma_level(mm, v) or e == 0 or not folio_is_anon(&mm.m.map[pte_pfn(e)])
         start += size
     return missing
 

@@ -5,6 +5,7 @@ from libc.stdlib cimport free
 from mmcore.core.file cimport FAULT_SIGBUS, File, file_page
 from mmcore.core.folio cimport *
 from mmcore.core.gup_walk cimport WHY_MIGRATE
+from mmcore.core.hook cimport pin_watchers, pins_changed
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.migrate cimport check_and_migrate
 from mmcore.core.output cimport leaf_pfn, leaf_word, release_leaves
@@ -108,6 +109,9 @@ def memfd_pin_folios(File file not None, start, end, max_folios):
                    else "no free page for the file, or to move one of its folios to; or its hugetlb pool is empty")
             raise MMError(-error, f"memfd_pin_folios() of bytes {first:#x}..{last:#x}: {why}. Nothing is pinned",
                           pfn=p.bad or None)
-        return [folio_handle(file.mem, leaf_pfn(p.leaf[i])) for i in range(p.nr)], p.offset + (first & ((ONE << f.m.page_shift) - 1))
+        folios = [folio_handle(file.mem, leaf_pfn(p.leaf[i])) for i in range(p.nr)]
+        if mm_unlikely(pin_watchers):
+            pins_changed(file.mem, [folio.pfn for folio in folios], [1] * len(folios), 1)
+        return folios, p.offset + (first & ((ONE << f.m.page_shift) - 1))
     finally:
         free(p.leaf)

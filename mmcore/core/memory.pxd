@@ -13,7 +13,7 @@ Laws
 Lock order, outermost first. A thread that holds one takes only locks further down:
     1. the folio lock (PG_locked; sleeps)
     2. a hugetlb pool's lock (hstate_t.lock)
-    3. a region's lock (region_t.lock); never two regions at once
+    3. a region's lock (region_t.lock); never two regions at once, but for frames_hold()
     4. mem_t.bytes_lock, and the buckets of the folio lock's wait table
 Counters of folios (_refcount, _pincount, map counts) and flags are atomics and need no lock.
 """
@@ -53,6 +53,7 @@ cdef enum stat_item:
     OP_HEAD_LOOKUPS
     OP_FOLIO_LOCKS
     OP_LEAF_WALKS
+    NR_FREES                    # calls that gave frames back, counted before any frame is free
     NR_STAT_ITEMS = 16          # two cache lines a slot
 
 cdef enum inject_site:

@@ -501,7 +501,7 @@ cdef class Page:
             return f"<struct page pfn={self.pfn:#x} of a closed Memory>"
         cdef page_t *page = &self.mem.m.map[self.pfn]
         return (f"<struct page pfn={self.pfn:#x} refcount={self.refcount} mapcount={self.mapcount} "
-                f"flags={_flags_text(page.flags, page_zone(page))}>")
+                f"flags={_flags_text(a64_load_relaxed(&page.flags), page_zone(page))}>")
 
 
 cdef class Folio:
@@ -581,4 +581,4 @@ cdef class Folio:
             return f"<struct folio pfn={self.pfn:#x} of a closed Memory>"
         cdef page_t *head = &self.mem.m.map[self.pfn]
         return (f"<struct folio pfn={self.pfn:#x} order={self.order} refcount={self.refcount} "
-                f"pincount={self.pincount} mapcount={self.mapcount} flags={_flags_text(head.flags, page_zone(head))}>")
+                f"pincount={self.pincount} mapcount={self.mapcount} flags={_flags_text(a64_load_relaxed(&head.flags), page_zone(head))}>")

@@ -102,7 +102,7 @@ cdef enum:
     PG_has_hwpoisoned = 8
     PG_large_rmappable = 9
     PG_partially_mapped = 16
-    PG_mm_tails = 43            # ours: some tail has more than its tail word: bytes, a map count, an exclusive mark
+    PG_mm_tails = 44            # ours: some tail has more than its tail word: bytes, a map count, an exclusive mark
     # where x86-64 has the zone and the node
     ZONE_SHIFT = 51
     NODE_SHIFT = 54
@@ -219,18 +219,20 @@ cdef inline int64_t folio_mapcount_of(const page_t *head) noexcept nogil:
     return <int64_t>count + 1
 
 cdef inline bint folio_is_anon(const page_t *head) noexcept nogil:
-    return head.mapping & FOLIO_MAPPING_ANON
+    return a64_load_relaxed(&head.mapping) & FOLIO_MAPPING_ANON
 
 
 # ---- writing a whole page or folio: the caller owns the frames -----------------------------------------------------
+# Relaxed stores, which cost what plain ones cost: others may look at the words without holding a reference, and find
+# out afterwards that what they saw was stale.
 cdef inline void page_init(page_t *page, uint64_t flags, uint32_t refcount) noexcept nogil:
     """Write all 64 bytes: a page that is no tail, maps nothing and has this count."""
-    page.mapping = 0
-    page.index = 0
-    page.private = 0
-    page.lru_prev = 0
-    page.memcg_data = 0
-    page._mapcount = -1
+    a64_store_relaxed(&page.mapping, 0)
+    a64_store_relaxed(&page.index, 0)
+    a64_store_relaxed(&page.private, 0)
+    a64_store_relaxed(&page.lru_prev, 0)
+    a64_store_relaxed(&page.memcg_data, 0)
+    a32_store_relaxed(&page._mapcount, <uint32_t>-1)
     a64_store_relaxed(&page.flags, flags)
     a64_store_relaxed(&page.compound_info, 0)
     # Last: with a count the page can be found by others.
@@ -238,12 +240,12 @@ cdef inline void page_init(page_t *page, uint64_t flags, uint32_t refcount) noex
 
 cdef inline void prep_tail(page_t *page, uint64_t flags, uint64_t word) noexcept nogil:
     """Write all 64 bytes of a tail: refcount 0, map count -1, its tail word."""
-    page.lru_prev = 0
-    page.mapping = TAIL_MAPPING
-    page.index = 0
-    page.private = 0
-    page._mapcount = -1
-    page.memcg_data = 0
+    a64_store_relaxed(&page.lru_prev, 0)
+    a64_store_relaxed(&page.mapping, TAIL_MAPPING)
+    a64_store_relaxed(&page.index, 0)
+    a64_store_relaxed(&page.private, 0)
+    a32_store_relaxed(&page._mapcount, <uint32_t>-1)
+    a64_store_relaxed(&page.memcg_data, 0)
     a64_store_relaxed(&page.flags, flags)
     a32_store_relaxed(&page._refcount, 0)
     a64_store_relaxed(&page.compound_info, word)
@@ -251,20 +253,20 @@ cdef inline void prep_tail(page_t *page, uint64_t flags, uint64_t word) noexcept
 cdef inline void prep_folio_words(page_t *head, unsigned order) noexcept nogil:
     """Write what a folio keeps in tails 1 and 2, after these were written as tails."""
     cdef folio_t *folio = as_folio(head)
-    folio._flags_1 |= order
-    folio._large_mapcount = -1
-    folio._nr_pages_mapped = 0
-    folio._entire_mapcount = -1
+    a64_store_relaxed(&folio._flags_1, folio._flags_1 | order)
+    a32_store_relaxed(&folio._large_mapcount, <uint32_t>-1)
+    a32_store_relaxed(&folio._nr_pages_mapped, 0)
+    a32_store_relaxed(&folio._entire_mapcount, <uint32_t>-1)
     a32_store_relaxed(&folio._pincount, 0)
-    folio._mm_id_mapcount[0] = -1
-    folio._mm_id_mapcount[1] = -1
-    folio._mm_id[0] = 0
-    folio._mm_id[1] = 0
-    folio._nr_pages = <uint32_t>(ONE << order)
+    a32_store_relaxed(&folio._mm_id_mapcount[0], <uint32_t>-1)
+    a32_store_relaxed(&folio._mm_id_mapcount[1], <uint32_t>-1)
+    a32_store_relaxed(&folio._mm_id[0], 0)
+    a32_store_relaxed(&folio._mm_id[1], 0)
+    a32_store_relaxed(&folio._nr_pages, <uint32_t>(ONE << order))
     if order > 1:
         # The kernel's empty list points to itself; ours are PFN links, and 0 is never a PFN.
-        folio._deferred_list[0] = 0
-        folio._deferred_list[1] = 0
+        a64_store_relaxed(&folio._deferred_list[0], 0)
+        a64_store_relaxed(&folio._deferred_list[1], 0)
 
 cdef inline void prep_compound_page(page_t *head, uint64_t flags, unsigned order) noexcept nogil:
     """Write the 64 * 2^order bytes of a folio with refcount 0; the caller publishes it by storing the count.

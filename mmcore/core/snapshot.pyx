@@ -5,15 +5,18 @@ blocks, the bytes of pages that were written, and the hugetlb pools.
 """
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.string cimport memcpy
+from mmcore.core.buddy cimport forget_ready
 from mmcore.core.memory cimport *
+from mmcore.core.space cimport spaces_of, spaces_t
 
+import errno as _errno
 import json
 import zipfile
 
 import numpy as np
 
 from .boot import DevicePages
-from .errors import BadPage, InvalidArgument
+from .errors import BadPage, InvalidArgument, MMError
 from .memory import VMSTAT
 
 __all__ = ["save", "load"]
@@ -34,6 +37,16 @@ def save(Memory mem not None, path):
     cdef mem_t *m = mem.ptr()
     cdef uint64_t i, pfn, page_size = ONE << m.page_shift
     cdef int k
+    cdef spaces_t *spaces = spaces_of(m)
+    files = sum([spaces.file[i] != NULL for i in range(spaces.nr_files)]) if spaces != NULL else 0
+    if files or (spaces != NULL and spaces.nr_mms):
+        raise MMError(_errno.EBUSY, f"{spaces.nr_mms} address spaces and {files} files use this Memory, and a saved one has "
+                                    "neither: exit() the MMs and drop the Files first")
+    for k in range(m.nr_regions):
+        # Ready blocks are a shortcut of this process: in a file, free frames read as free.
+        pthread_mutex_lock(&m.region[k].lock)
+        forget_ready(m, &m.region[k], m.region[k].base, m.region[k].frontier - m.region[k].base)
+        pthread_mutex_unlock(&m.region[k].lock)
     pages = mem.pages
     frontier = len(pages)
     raw = pages.view(np.uint8)

@@ -35,6 +35,8 @@ cdef struct batch_t:            # one release, from its first page to the freein
     bint make_dirty
     uint64_t skip               # head that is passed over: the zero page for pins, which never counted on it; the huge zero
                                 # folio for release_pages; 0 for none
+    int64_t frees               # NR_FREES at its start
+    bint kept                   # it failed, and what it released before stays released
     uint64_t *freed             # freed_word()s of the folios this batch brought to 0
     uint64_t nr_freed
     uint64_t freed_size         # bytes of the array
@@ -106,8 +108,9 @@ cdef inline bint next_small(const page_t *map, const uint64_t *pfns, uint64_t n,
     return True
 
 cdef inline void next_head(const page_t *map, const uint64_t *pfns, uint64_t n, group_t *g) noexcept nogil:
+    """The group as the kernel finds it; g.nr_pages is not looked up."""
     cdef uint64_t i = 1
-    g.nr_pages = folio_at(map, pfns[0], &g.head)
+    g.head = compound_head_pfn(map, pfns[0])
     while i < n and compound_head_pfn(map, pfns[i]) == g.head:
         i += 1
     g.count = i
@@ -116,14 +119,18 @@ cdef inline void next_in_range(const page_t *map, uint64_t pfn, uint64_t n, grou
     g.nr_pages = folio_at(map, pfn, &g.head)
     g.count = remaining_pages(g.head, g.nr_pages, pfn, n)
 
-# ---- batches: begin, any number of releases, then finish; or undo what was done, and drop ----------------------------
+# ---- batches: begin, any number of releases, then finish. A batch that failed is undone first, if it may be -------------
+# Undoing takes pins again that were dropped a moment ago; that is sound as long as no frame can have been freed and used
+# again since. So it is done with the lists of free frames locked, if nobody else gave a frame back since the batch began.
+# If somebody did, what was released stays released, and the error says so.
 cdef int batch_begin(batch_t *b, mem_t *m, uint64_t nr_pages, bint pins, bint make_dirty) noexcept nogil
 cdef uint64_t release_list(batch_t *b, const uint64_t *pfns, uint64_t n, int gen) noexcept nogil   # entries done; < n: b.error
 cdef uint64_t release_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil
+cdef bint undo_begin(batch_t *b) noexcept nogil             # False, and b.kept, when it may not
 cdef void undo_list(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil
 cdef void undo_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil
+cdef void undo_end(batch_t *b) noexcept nogil               # also of what it dirtied
 cdef void batch_finish(batch_t *b) noexcept nogil           # counts, frees
-cdef void batch_drop(batch_t *b) noexcept nogil             # after undoing: cleans what it dirtied, frees the arrays
 
 # ---- acquiring: 0, or negative errno with the first `done` pages taken -------------------------------------------------
 cdef int grab_list(mem_t *m, const uint64_t *pfns, uint64_t n, unsigned flags, uint64_t *done) noexcept nogil

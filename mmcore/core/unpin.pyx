@@ -2,7 +2,8 @@
 from cpython.exc cimport PyErr_Occurred
 from libc.errno cimport EAGAIN, EINTR, ENOMEM, EREMOTEIO
 from libc.string cimport memset
-from mmcore.core.buddy cimport free_folio
+from mmcore.core.hook cimport pin_watchers, pins_changed
+from mmcore.core.buddy cimport FREED_CLEAN_SHIFT, frames_go, frames_hold, free_folio
 from mmcore.core.pagelist cimport as_pages, new_pagelist, filling, pagelist_view
 
 import errno as _errno
@@ -27,7 +28,7 @@ cdef inline void note_freed(batch_t *b, uint64_t pfn, page_t *head, bint large) 
     if large:
         order = folio_order_of(head)
     else:
-        clean = (head.flags ^ ((head.flags >> ZONE_SHIFT) << ZONE_SHIFT)) == 0 \
+        clean = (a64_load_relaxed(&head.flags) & ((ONE << ZONE_SHIFT) - 1)) == 0 \
             and (head.compound_info | head.lru_prev | head.mapping | head.index | head.private | head.memcg_data) == 0 \
             and head._mapcount == -1
     b.freed[b.nr_freed] = freed_word(pfn, order, clean)
@@ -38,6 +39,8 @@ cdef int dirty_once(batch_t *b, uint64_t pfn, page_t *head) noexcept nogil:
     cdef int error
     if test_flag(head, PG_dirty) or pfn == b.m.zero_pfn:
         return 0
+    if refs_load(head) == 0:
+        return BAD_UNPINNED     # free: nobody's to mark
     error = lock_wait(b.m, pfn)
     if error:
         return error
@@ -47,32 +50,75 @@ cdef int dirty_once(batch_t *b, uint64_t pfn, page_t *head) noexcept nogil:
     unlock(b.m, pfn)
     return 0
 
-cdef inline int release_group(batch_t *b, uint64_t pfn, bint large, uint64_t count) noexcept nogil:
-    """Drop `count` pins or references of one folio: 0, or the error, with the folio as it was."""
-    cdef page_t *head = &b.m.map[pfn]
+cdef bint dirty_refused(batch_t *b, uint64_t pfn, uint64_t count) noexcept nogil:
+    cdef int error = dirty_once(b, pfn, &b.m.map[pfn])
+    if error:
+        b.error, b.bad_pfn, b.bad_count = error, pfn, count
+    return error != 0
+
+cdef bint put_refused(batch_t *b, uint64_t pfn, bint large, uint64_t count, int result) noexcept nogil:
+    """What follows a put that did not just lower a counter: remember a folio to free, or the error."""
+    if result == FREED:
+        note_freed(b, pfn, &b.m.map[pfn], large)
+        return False
+    b.error, b.bad_pfn, b.bad_count = result, pfn, count
+    return True
+
+# What a walk keeps in registers: a batch_t is memory, which every atomic makes the compiler load anew. And a locked
+# operation waits for the stores before it, even to the stack: so nothing is counted for the commonest group, a small
+# folio once in the list; the numbers of groups follow from what is counted for all others.
+cdef struct walk_t:
+    mem_t *m
+    page_t *map
+    uint64_t skip
+    bint pins
+    bint make_dirty
+    bint plain                  # pins, and nothing to be marked dirty
+    uint64_t skipped            # entries without a counter: NULL, and pages that are passed over
+    uint64_t skipped_groups
+    uint64_t merged             # entries that needed no update of their own
+    uint64_t large              # updates of large folios
+
+cdef inline void walk_begin(const batch_t *b, walk_t *w) noexcept nogil:
+    w.m, w.map, w.skip, w.pins, w.make_dirty = b.m, b.m.map, b.skip, b.pins, b.make_dirty
+    w.plain = b.pins and not b.make_dirty
+    w.skipped = 0
+    w.skipped_groups = 0
+    w.merged = 0
+    w.large = 0
+
+cdef inline uint64_t walk_end(batch_t *b, const walk_t *w, uint64_t done, bint look_at_all) noexcept nogil:
+    """Add to the batch what a walk over `done` entries did, with a look-up for each of them or one a group."""
+    cdef uint64_t updates = done - w.skipped - w.merged
+    if w.pins:
+        b.released += done - w.skipped
+        b.pincount_atomics += w.large
+    b.ref_atomics += updates
+    b.head_lookups += done if look_at_all else updates + w.skipped_groups
+    return done
+
+cdef inline bint release_group(batch_t *b, walk_t *w, uint64_t pfn, bint large, uint64_t count) noexcept nogil:
+    """Drop `count` pins or references of one folio. True when that was refused: b.error says why, the folio is as it was."""
+    cdef page_t *head = &w.map[pfn]
     cdef int result
-    if mm_unlikely(pfn == b.skip):
-        return 0
-    if b.make_dirty:
-        result = dirty_once(b, pfn, head)
-        if mm_unlikely(result):
-            b.error, b.bad_pfn, b.bad_count = result, pfn, count
-            return result
-    if b.pins:
-        result = put_pins(b.m, head, large, count)
-        b.released += count
-        b.pincount_atomics += large
+    if mm_unlikely(pfn == w.skip or pfn == 0):
+        w.skipped += count
+        w.skipped_groups += 1
+        return False
+    if mm_unlikely(w.make_dirty) and dirty_refused(b, pfn, count):
+        return True
+    if mm_likely(w.pins):
+        result = put_pins(w.m, head, large, count)
     else:
-        result = put_refs(b.m, head, large, <uint32_t>count) if count <= 0xffffffffu else BAD_UNDERFLOW
-    b.ref_atomics += 1
-    if mm_unlikely(result != NOT_FREED):
-        if result < 0:
-            if b.pins:
-                b.released -= count
-            b.error, b.bad_pfn, b.bad_count = result, pfn, count
-            return result
-        note_freed(b, pfn, head, large)
-    return 0
+        result = put_refs(w.m, head, large, <uint32_t>count) if count <= 0xffffffffu else BAD_UNDERFLOW
+    if mm_unlikely(result != NOT_FREED) and put_refused(b, pfn, large, count, result):
+        return True
+    if large:
+        w.large += 1
+        w.merged += count - 1
+    elif mm_unlikely(count > 1):
+        w.merged += count - 1
+    return False
 
 # ---- walks ------------------------------------------------------------------------------------------------------------------
 # Prefetching, by measurement (4 Mi pages, nothing warm): a small folio's line 128 entries ahead, one an entry; short groups
@@ -115,85 +161,179 @@ cdef inline void look_along(const page_t *map, uint64_t pfn, uint64_t i, uint64_
         prefetch_write(&map[pfn + i + 2 * g.count])
         prefetch_write(&map[pfn + i + 2 * g.count + 1])
 
-cdef uint64_t walk_page(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
-    cdef page_t *map = b.m.map
-    cdef uint64_t i = 0, head
+# Pins, and nothing to be marked dirty: what a walk is nearly always about. A loop around a locked operation costs what its
+# other instructions cost on top, it waits for its own stores even to the stack, and one that misses the caches has the more
+# misses under way the shorter it is. So each generation has a loop that only lowers counters, and stops where anything else
+# is to be done: a page that is passed over, a counter that ends or is short, somebody else at the same counter, and, so
+# that nothing is counted for the commonest group, a small folio twice in a row. release_list() does that by the book.
+cdef inline bint unpin_small(page_t *page) noexcept nogil:
+    """One pin off a small folio that keeps references and that nobody else is changing; False with nothing changed."""
+    cdef uint32_t old = refs_load(page)
+    return old > GUP_PIN_COUNTING_BIAS and a32_cas_acq_rel(&page._refcount, &old, old - GUP_PIN_COUNTING_BIAS)
+
+cdef inline bint unpin_large(page_t *head, uint64_t pins) noexcept nogil:
+    """The same for a large folio."""
+    cdef uint32_t old = pincount_load(head)
+    if old < pins or not a32_cas_acq_rel(&as_folio(head)._pincount, &old, old - <uint32_t>pins):
+        return False
+    old = refs_load(head)
+    if mm_likely(old > pins and a32_cas_acq_rel(&head._refcount, &old, old - <uint32_t>pins)):
+        return True
+    a32_fetch_add_acq_rel(&as_folio(head)._pincount, <uint32_t>pins)
+    return False
+
+cdef uint64_t plain_page(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *w) noexcept nogil:
+    cdef uint64_t i = 0, large = 0, pfn, word, skip = w.skip
     while i < n:
-        if mm_likely(pfns[i] != 0):
-            head = compound_head_pfn(map, pfns[i])
-            if mm_unlikely(release_group(b, head, page_is_head(&map[head]), 1) != 0):
+        pfn = pfns[i]
+        word = a64_load_relaxed(&map[pfn].compound_info)
+        # Branches, where the look-up of a head has none: a predicted address does not wait for a word that misses.
+        if word & 1:
+            pfn = head_of(pfn, word)
+            if mm_unlikely(pfn == skip or not unpin_large(&map[pfn], 1)):
                 break
-        i += 1
-    b.head_lookups += i
-    return i
-
-cdef uint64_t walk_head(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
-    cdef page_t *map = b.m.map
-    cdef uint64_t i = 0
-    cdef group_t g
-    while i < n:
-        if mm_unlikely(pfns[i] == 0):
-            i += 1
-            continue
-        next_head(map, pfns + i, n - i, &g)
-        if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
+            large += 1
+        elif pfn == skip or pfn == 0:
             break
-        i += g.count
-    b.head_lookups += i
+        elif page_is_head(&map[pfn]):
+            if mm_unlikely(not unpin_large(&map[pfn], 1)):
+                break
+            large += 1
+        elif mm_unlikely(not unpin_small(&map[pfn])):
+            break
+        i += 1
+    w.large += large
     return i
 
-cdef uint64_t walk_run(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
-    cdef page_t *map = b.m.map
-    cdef uint64_t i = 0, next = 0, groups = 0
+cdef uint64_t plain_head(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *w) noexcept nogil:
+    cdef uint64_t i = 0, j, large = 0, merged = 0, skip = w.skip
+    cdef uint64_t head = compound_head_pfn(map, pfns[0]), next = 0
+    while i < n:
+        j = i + 1
+        while j < n:
+            next = compound_head_pfn(map, pfns[j])
+            if next != head:
+                break
+            j += 1
+        if head == skip or head == 0:
+            break
+        if page_is_head(&map[head]):
+            if mm_unlikely(not unpin_large(&map[head], j - i)):
+                break
+            large += 1
+            merged += j - i - 1
+        elif mm_unlikely(j - i > 1 or not unpin_small(&map[head])):
+            break
+        head = next
+        i = j
+    w.large += large
+    w.merged += merged
+    return i
+
+cdef uint64_t plain_run(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *w) noexcept nogil:
+    cdef uint64_t i = 0, next = 0, large = 0, merged = 0, pfn, word, skip = w.skip
     cdef group_t g
     g.count = 1
     while i < n:
-        if next_small(map, pfns + i, n - i, &g):
-            if i + FAR < n:
-                prefetch_write(&map[pfns[i + FAR]])
-            if mm_likely(g.head != 0) and mm_unlikely(release_group(b, g.head, False, g.count) != 0):
-                break
+        pfn = pfns[i]
+        word = a64_load_relaxed(&map[pfn].compound_info)
+        if word & 1:
+            g.nr_pages = ONE << tail_word_order(word)
+            g.head = pfn & ~(g.nr_pages - 1)
+        elif page_is_head(&map[pfn]):
+            g.nr_pages = ONE << (a64_load_relaxed(&as_folio(&map[pfn])._flags_1) & 0xff)
+            g.head = pfn
         else:
-            if g.count < SHORT_GROUP:
-                next = look_far(map, pfns, i, n, next)
-            next_run(map, pfns + i, n - i, &g)
-            if g.count >= SHORT_GROUP:
-                look_two_groups_on(map, pfns, i + g.count, n, &g)
-            if mm_unlikely(release_group(b, g.head, True, g.count) != 0):
+            if mm_likely(i + FAR < n):
+                prefetch_write(&map[pfns[i + FAR]])
+                if mm_unlikely(pfns[i + 1] == pfn):
+                    break
+            elif i + 1 < n and pfns[i + 1] == pfn:
                 break
-        groups += 1
+            if mm_unlikely(pfn == skip or pfn == 0 or not unpin_small(&map[pfn])):
+                break
+            g.count = 1
+            i += 1
+            continue
+        if g.count < SHORT_GROUP:
+            next = look_far(map, pfns, i, n, next)
+        g.count = run_length(pfns + i, n - i, g.head, g.nr_pages)
+        if g.count >= SHORT_GROUP:
+            look_two_groups_on(map, pfns, i + g.count, n, &g)
+        if mm_unlikely(g.head == skip or not unpin_large(&map[g.head], g.count)):
+            break
+        large += 1
         i += g.count
-    b.head_lookups += groups
+        merged += g.count - 1
+    w.large += large
+    w.merged += merged
     return i
 
 cdef uint64_t release_list(batch_t *b, const uint64_t *pfns, uint64_t n, int gen) noexcept nogil:
-    if gen == GEN_RUN:
-        return walk_run(b, pfns, n)
-    if gen == GEN_HEAD:
-        return walk_head(b, pfns, n)
-    return walk_page(b, pfns, n)
+    cdef uint64_t i = 0
+    cdef group_t g
+    cdef walk_t w
+    walk_begin(b, &w)
+    while i < n:
+        if w.plain:
+            if gen == GEN_RUN:
+                i += plain_run(w.map, pfns + i, n - i, &w)
+            elif gen == GEN_HEAD:
+                i += plain_head(w.map, pfns + i, n - i, &w)
+            else:
+                i += plain_page(w.map, pfns + i, n - i, &w)
+            if i == n:
+                break
+        elif gen == GEN_RUN and i + FAR < n:
+            prefetch_write(&w.map[pfns[i + FAR]])
+        # One group by the book. PFN 0 is a page of its own, so that NULL is a group like any other.
+        if gen == GEN_RUN:
+            next_run(w.map, pfns + i, n - i, &g)
+        elif gen == GEN_HEAD:
+            next_head(w.map, pfns + i, n - i, &g)
+        else:
+            g.head = compound_head_pfn(w.map, pfns[i])
+            g.count = 1
+        if mm_unlikely(release_group(b, &w, g.head, page_is_head(&w.map[g.head]), g.count)):
+            break
+        i += g.count
+    return walk_end(b, &w, i, gen != GEN_RUN)
 
 cdef uint64_t release_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil:
-    cdef page_t *map = b.m.map
-    cdef uint64_t i = 0, groups = 0
+    cdef uint64_t i = 0
     cdef group_t g
+    cdef walk_t w
+    walk_begin(b, &w)
     while i < n:
-        next_in_range(map, pfn + i, n - i, &g)
-        look_along(map, pfn, i, n, &g)
-        if mm_unlikely(release_group(b, g.head, g.nr_pages > 1, g.count) != 0):
+        next_in_range(w.map, pfn + i, n - i, &g)
+        look_along(w.map, pfn, i, n, &g)
+        if g.nr_pages > 1:
+            if mm_unlikely(release_group(b, &w, g.head, True, g.count)):
+                break
+        elif mm_unlikely(release_group(b, &w, g.head, False, g.count)):
             break
-        groups += 1
         i += g.count
-    b.head_lookups += groups
-    return i
+    return walk_end(b, &w, i, False)
+
+cdef inline page_t *freed_head(const batch_t *b, uint64_t i) noexcept nogil:
+    return &b.m.map[b.freed[i] & ((ONE << FREED_CLEAN_SHIFT) - 1)]
+
+cdef bint undo_begin(batch_t *b) noexcept nogil:
+    cdef uint64_t i
+    b.kept = not frames_hold(b.m, b.frees)
+    if b.kept:
+        return False
+    # What this batch brought to 0 is its own to raise again; a reference holds it until the groups are retaken.
+    for i in range(b.nr_freed):
+        a32_store_release(&freed_head(b, i)._refcount, 1)
+    return True
 
 cdef inline void undo_group(batch_t *b, const group_t *g) noexcept nogil:
     if g.head == b.skip:
         return
-    if b.pins:
-        undo_put_pins(&b.m.map[g.head], g.nr_pages > 1, g.count)
-    else:
-        undo_put_refs(&b.m.map[g.head], <uint32_t>g.count)
+    # Not to be had when another thread brought it to 0 and is about to free it: then it stays released.
+    if retake(&b.m.map[g.head], g.nr_pages > 1, b.pins, g.count) and b.pins:
+        b.released -= g.count
 
 cdef void undo_list(batch_t *b, const uint64_t *pfns, uint64_t n) noexcept nogil:
     cdef uint64_t i = 0
@@ -225,6 +365,7 @@ cdef int batch_begin(batch_t *b, mem_t *m, uint64_t nr_pages, bint pins, bint ma
     b.pins = pins
     b.make_dirty = make_dirty
     b.skip = m.zero_pfn if pins else m.huge_zero_pfn
+    b.frees = stat_sum(m, NR_FREES)
     b.freed_size = nr_pages * sizeof(uint64_t)
     if inject_fails(m, INJECT_ALLOC):
         return -ENOMEM
@@ -239,7 +380,22 @@ cdef int batch_begin(batch_t *b, mem_t *m, uint64_t nr_pages, bint pins, bint ma
             return -ENOMEM
     return 0
 
-cdef void batch_end(batch_t *b) noexcept nogil:
+cdef void undo_end(batch_t *b) noexcept nogil:
+    cdef uint64_t i
+    for i in range(b.nr_dirtied):
+        # At 0 another thread is about to free it, and counts its dirt.
+        if refs_load(&b.m.map[b.dirtied[i]]) != 0:
+            clear_dirty(b.m, b.dirtied[i])
+    for i in range(b.nr_freed):
+        a32_fetch_sub_acq_rel(&freed_head(b, i)._refcount, 1)
+    b.nr_freed = 0
+    frames_go(b.m)
+
+cdef void batch_finish(batch_t *b) noexcept nogil:
+    if b.released:
+        stat_add(b.m, NR_FOLL_PIN_RELEASED, <int64_t>b.released)
+    if b.nr_freed:
+        free_folios(b.m, b.freed, b.nr_freed)
     stat_add(b.m, OP_REF_ATOMICS, <int64_t>b.ref_atomics)
     stat_add(b.m, OP_PINCOUNT_ATOMICS, <int64_t>b.pincount_atomics)
     stat_add(b.m, OP_HEAD_LOOKUPS, <int64_t>b.head_lookups)
@@ -247,27 +403,18 @@ cdef void batch_end(batch_t *b) noexcept nogil:
     if b.dirtied != NULL:
         buffer_free(b.dirtied, b.dirtied_size)
 
-cdef void batch_finish(batch_t *b) noexcept nogil:
-    if b.released:
-        stat_add(b.m, NR_FOLL_PIN_RELEASED, <int64_t>b.released)
-    if b.nr_freed:
-        free_folios(b.m, b.freed, b.nr_freed)
-    batch_end(b)
-
-cdef void batch_drop(batch_t *b) noexcept nogil:
-    cdef uint64_t i
-    for i in range(b.nr_dirtied):
-        clear_dirty(b.m, b.dirtied[i])
-    batch_end(b)
-
 cdef object no_room(uint64_t n):
     return MMError(_errno.ENOMEM, f"no memory to note the folios that a release of {n} pages may free. Nothing was changed")
 
 cdef object failed(Memory mem, batch_t *b, str call):
-    """Raise what a failed batch ended with; everything is undone already."""
+    """Raise what a failed batch ended with; it is undone already, or kept."""
     if b.error == -EINTR:
         raise_pending()
-    return bad_page(mem, b.error, b.bad_pfn, b.bad_count, call)
+    error = bad_page(mem, b.error, b.bad_pfn, b.bad_count, call)
+    if b.kept:
+        error = BadPage(error.law, error.reason.removesuffix("Nothing was changed") + "What the call released before it got "
+                        "there stays released: other threads freed memory meanwhile", pfn=error.pfn)
+    return error
 
 cdef int generation_arg(object release) except -1:
     if release == "run":
@@ -296,6 +443,12 @@ cdef int sanity_check_pinned_pages(Memory mem, const uint64_t *pfns, uint64_t n)
             raise BadPage("pinned anonymous pages are exclusive", f"PFN {pfns[i]:#x} is pinned, anonymous, and not exclusive "
                           "(debug=True). Nothing was changed", pfn=pfns[i])
     return 0
+
+cdef object watched_runs(object pages, uint64_t n):
+    """(heads, counts) of the first n pages for those who watch pins; the zero page is not among them."""
+    cdef PageList plist = pages.to_pagelist() if isinstance(pages, PageRanges) else pages
+    heads, counts = folio_runs(pagelist_view(plist, 0, n))
+    return heads[heads != plist.mem.m.zero_pfn], counts[heads != plist.mem.m.zero_pfn]
 
 cdef object release_pages_of(object pages, object npages, int gen, bint pins, bint make_dirty, bint sanity, str call):
     """Release the first npages of a PageList or PageRanges: the body of every def function on lists below."""
@@ -326,38 +479,42 @@ cdef object release_pages_of(object pages, object npages, int gen, bint pins, bi
             plist = ranges.to_pagelist()
             ranges = None
         sanity_check_pinned_pages(mem, plist.p, n)
+    watched = watched_runs(pages, n) if mm_unlikely(pin_watchers) and pins else None
     cdef mem_t *m = mem.enter()
     with nogil:
         done = 0
         b.error = batch_begin(&b, m, n, pins, make_dirty)
         if b.error == 0 and ranges is None:
             done = release_list(&b, plist.p, n, gen)
-            if done < n:
+            if done < n and undo_begin(&b):
                 undo_list(&b, plist.p, done)
+                undo_end(&b)
         elif b.error == 0:
             left = n
             for i in range(nr_runs):
                 k = min(ranges.count[i], left)
                 done = release_range(&b, plist.p[i], k) if plist.p[i] else k
                 if done < k:
-                    undo_range(&b, plist.p[i], done)
-                    while i > 0:
-                        i -= 1
-                        if plist.p[i]:
-                            undo_range(&b, plist.p[i], ranges.count[i])
+                    if undo_begin(&b):
+                        undo_range(&b, plist.p[i], done)
+                        while i > 0:
+                            i -= 1
+                            if plist.p[i]:
+                                undo_range(&b, plist.p[i], ranges.count[i])
+                        undo_end(&b)
                     break
                 left -= k
                 if left == 0:
                     break
-        if b.error == 0:
+        if b.error != -ENOMEM:
             batch_finish(&b)
-        elif b.m != NULL and b.error != -ENOMEM:
-            batch_drop(&b)
     mem.leave()
     if b.error == -ENOMEM:
         raise no_room(n)
     if b.error:
         raise failed(mem, &b, call)
+    if watched is not None:
+        pins_changed(mem, watched[0], watched[1], -1)
 
 cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, str call):
     """Drop pins of one folio: the body of the functions that take a page or a folio."""
@@ -389,6 +546,8 @@ cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, 
     stat_add(m, OP_PINCOUNT_ATOMICS, large)
     if result == FREED:
         free_folio(m, pfn, folio_order_of(head))
+    if mm_unlikely(pin_watchers):
+        pins_changed(mem, (pfn,), (nr,), -1)
 
 
 # ---- iterators ----------------------------------------------------------------------------------------------------------------------
@@ -559,21 +718,23 @@ def unpin_user_page_range_dirty_lock(page, npages, make_dirty):
     cdef batch_t b
     if n == 0:
         return
+    watched = watched_runs(PageList(mem, range(pfn, pfn + n)), n) if mm_unlikely(pin_watchers) else None
     cdef mem_t *m = mem.enter()
     with nogil:
         b.error = batch_begin(&b, m, n, True, dirty)
         if b.error == 0:
             done = release_range(&b, pfn, n)
-            if done < n:
+            if done < n and undo_begin(&b):
                 undo_range(&b, pfn, done)
-                batch_drop(&b)
-            else:
-                batch_finish(&b)
+                undo_end(&b)
+            batch_finish(&b)
     mem.leave()
     if b.error == -ENOMEM:
         raise no_room(n)
     if b.error:
         raise failed(mem, &b, "unpin_user_page_range_dirty_lock()")
+    if watched is not None:
+        pins_changed(mem, watched[0], watched[1], -1)
 
 
 def unpin_user_folio(folio, npages):
@@ -740,10 +901,7 @@ cdef int grab_range(mem_t *m, uint64_t pfn, uint64_t n, unsigned flags, uint64_t
 
 cdef int put_plain(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil:
     """Take back references that the same call added: no look at what they were for."""
-    cdef page_t *head = &m.map[pfn]
-    if a32_fetch_sub_acq_rel(&head._refcount, refs) == refs:
-        return put_last(m, head, refs)
-    return NOT_FREED
+    return FREED if a32_fetch_sub_acq_rel(&m.map[pfn]._refcount, refs) == refs else NOT_FREED
 
 
 def grab_pages(pages, flags=FOLL_PIN):
@@ -798,3 +956,6 @@ def grab_pages(pages, flags=FOLL_PIN):
         raise no_room(n)
     if error:
         raise grab_error(mem, error, failed_at)
+    if mm_unlikely(pin_watchers) and bits & FOLL_PIN:
+        watched = watched_runs(pages, n)
+        pins_changed(mem, watched[0], watched[1], 1)

@@ -80,11 +80,16 @@ cdef inline bint zap_fast(zap_t *z, uint64_t pfn) noexcept nogil:
     small_done(z, pfn)
     return True
 
+cdef inline void dirty_folio(mem_t *m, uint64_t head) noexcept nogil:
+    """A device's memory is written where it lies: nothing has to be written back."""
+    if page_zone(&m.map[head]) != ZONE_DEVICE:
+        mark_dirty(m, head)
+
 cdef void zap_small(zap_t *z, uint64_t pfn, bint dirty) noexcept nogil:
     cdef page_t *page = &z.m.map[pfn]
     cdef int64_t *rss = rss_word(z, page)
     if dirty and rss != &z.anon:
-        mark_dirty(z.m, pfn)
+        dirty_folio(z.m, pfn)
     rss[0] += 1
     a32_fetch_add_relaxed(&page._mapcount, <uint32_t>-1)
     put_mapping(z.m, pfn, 1)
@@ -105,7 +110,7 @@ cdef uint64_t zap_large(zap_t *z, uint64_t *entry, uint64_t left) noexcept nogil
         a64_store_relaxed(&entry[nr], 0)
         nr += 1
     if dirty and rss != &z.anon:
-        mark_dirty(m, head)
+        dirty_folio(m, head)
     rss[0] += <int64_t>nr
     put_mapping(m, head, <uint32_t>nr)
     return nr
@@ -178,7 +183,7 @@ cdef void zap_one(zap_t *z, uint64_t e, int level) noexcept nogil:
     if not folio_is_hugetlb(page):
         rss[0] += <int64_t>(ONE << level_order(&z.mm.pgd, level))
     if e & PTE_DIRTY and rss != &z.anon:
-        mark_dirty(m, head)
+        dirty_folio(m, head)
     leaf_unmap(page)
     huge = rss == &z.anon and level == 1 and not folio_is_hugetlb(page)
     if put_refs(m, page, True, 1) != FREED:
