@@ -382,13 +382,16 @@ def longterm_unpinnable(pages, *, acquire="leaf"):
     else:
         ranges = None
         plist = pages
+    cdef const uint64_t *count = NULL
+    if ranges is not None:
+        count = ranges.count
     cdef mem_t *m = mem.enter()
     try:
-        total = count_unpinnable(m, plist.p, NULL if ranges is None else ranges.count, plist.n, by_page, NULL)
+        total = count_unpinnable(m, plist.p, count, plist.n, by_page, NULL)
         found = new_pagelist(mem, total)
         if total:
             heads = filling(found)
-            count_unpinnable(m, plist.p, NULL if ranges is None else ranges.count, plist.n, by_page, heads)
+            count_unpinnable(m, plist.p, count, plist.n, by_page, heads)
     finally:
         mem.leave()
     return found
