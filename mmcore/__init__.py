@@ -9,6 +9,10 @@ from .core.errors import BadPage, InvalidArgument, MMError
 from .core.file import File
 from .core.folio import *
 from .core.folio import __all__ as _folio
+from .core.gup import *
+from .core.gup import __all__ as _gup
+from .core.hmm import *
+from .core.hmm import __all__ as _hmm
 from .core.iommu import *
 from .core.iommu import __all__ as _iommu
 from .core.lock import *
@@ -16,7 +20,13 @@ from .core.lock import __all__ as _lock
 from .core.look import *
 from .core.look import __all__ as _look
 from .core.memory import Folio, Memory, Page, Zone
+from .core.memfd import *
+from .core.memfd import __all__ as _memfd
+from .core.migrate import *
+from .core.migrate import __all__ as _migrate
 from .core.mm import MM, VM, VMA
+from .core.output import *
+from .core.output import __all__ as _output
 from .core.page import FOLIO_DTYPE, PAGE_DTYPE, PageFlags, PageType
 from .core.pagelist import *
 from .core.pagelist import __all__ as _pagelist
@@ -46,5 +56,6 @@ from .ledger import PinLedger
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
            "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "PinLedger", "VM", "VMA", "Zone", "folio_address",
-           "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_iommu, *_iov, *_lock, *_look, *_pagelist,
-           *_scatterlist, *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit, *_space, *_unpin]
+           "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_iommu, *_iov, *_lock, *_look, *_memfd,
+           *_migrate, *_output, *_pagelist, *_scatterlist, *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit, *_space,
+           *_unpin]
