@@ -185,7 +185,8 @@ cdef int try_move(move_t *v, uint64_t to, file_t *f) noexcept nogil:
         return -EAGAIN
     refs = v.nr_places + (v.nr if f != NULL else 0)
     expected = <uint32_t>refs + 1
-    if not a32_cas_acq_rel(&old._refcount, &expected, 0):
+    # A pin may be the caller's one reference: then the count is as expected, and the folio stays all the same.
+    if (page_is_head(old) and pincount_load(old) != 0) or not a32_cas_acq_rel(&old._refcount, &expected, 0):
         return -EAGAIN
     move_state(m, to, v.head, v.nr)
     if f != NULL:
