@@ -72,7 +72,8 @@ class Row:
     entries: int
     samples: list               # ns of each round
     bars: list = field(default_factory=list)
-    missing: str = ""
+    missing: str = ""           # why it did not run
+    note: str = ""
     shown: str = ""             # in a table, instead of ns a page
 
     def as_dict(self):
@@ -83,6 +84,8 @@ class Row:
                "rounds": len(self.samples), "entries": self.entries, "bars": self.bars}
         if self.missing:
             row["missing"] = self.missing
+        if self.note:
+            row["note"] = self.note
         return row
 
 

@@ -33,7 +33,7 @@ def _lines(row):
         value = row.shown or number(data["ns_per_page"])
         cells = [row.case, row.variant, value, mad] if k == 0 else ["", "", "", ""]
         if bar is None:
-            cells += ["", "", "", row.missing]
+            cells += ["", "", "", row.missing or row.note]
         else:
             ratio = "-" if bar["ratio"] is None else f"{bar['ratio']:.2f}"
             ratio += "" if bar["spread"] is None else f" ±{bar['spread']:.2f}"
