@@ -108,9 +108,10 @@ cdef inline bint release_group(batch_t *b, walk_t *w, uint64_t pfn, bint large, 
 # of large folios all entries' lines up to 128 ahead, in steps of 8; long groups head and tail 1 two groups ahead.
 cdef enum:
     FAR = 128
+    NEAR = 16                   # the same for one page at a time: past a compare-and-swap fewer misses get under way than past
+                                # a fetch-and-sub, and this gives them back
     STEP = 8
     SHORT_GROUP = 8             # entries
-    FEW_PAGES = 16              # a folio of at most this many is compared entry by entry
 
 cdef inline uint64_t look_far(const page_t *map, const uint64_t *pfns, uint64_t i, uint64_t n, uint64_t next) noexcept nogil:
     """Prefetch the pages of the entries from `next` up to FAR behind i; returns the first that is not prefetched."""
@@ -169,6 +170,8 @@ cdef uint64_t plain_page(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *
     cdef uint64_t i = 0, large = 0, pfn, word, skip = w.skip
     while i < n:
         pfn = pfns[i]
+        if i + NEAR < n:
+            prefetch_read(&map[pfns[i + NEAR]])
         word = a64_load_relaxed(&map[pfn].compound_info)
         # Branches, where the look-up of a head has none: a predicted address does not wait for a word that misses.
         if word & 1:
@@ -214,42 +217,52 @@ cdef uint64_t plain_head(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *
     return i
 
 cdef uint64_t plain_run(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *w) noexcept nogil:
-    cdef uint64_t i = 0, next = 0, large = 0, merged = 0, pfn, word, skip = w.skip
+    # Stretches of small folios and of large ones take turns, each in a loop of its own with registers of its own.
+    cdef uint64_t i = 0, next = 0, small = 0, large = 0, pfn, word, start, skip = w.skip
     cdef group_t g
     g.count = 1
     while i < n:
-        pfn = pfns[i]
-        word = a64_load_relaxed(&map[pfn].compound_info)
-        if word & 1:
-            g.nr_pages = ONE << tail_word_order(word)
-            g.head = pfn & ~(g.nr_pages - 1)
-        elif page_is_head(&map[pfn]):
-            g.nr_pages = ONE << (a64_load_relaxed(&as_folio(&map[pfn])._flags_1) & 0xff)
-            g.head = pfn
-        else:
+        start = i
+        while i < n:
+            pfn = pfns[i]
+            if a64_load_relaxed(&map[pfn].compound_info) & 1 or page_is_head(&map[pfn]):
+                break
             if mm_likely(i + FAR < n):
                 prefetch_write(&map[pfns[i + FAR]])
-                if mm_unlikely(pfns[i + 1] == pfn):
-                    break
-            elif i + 1 < n and pfns[i + 1] == pfn:
+            if mm_unlikely(i + 1 < n and pfns[i + 1] == pfn):
                 break
             if mm_unlikely(pfn == skip or pfn == 0 or not unpin_small(&map[pfn])):
                 break
-            g.count = 1
             i += 1
-            continue
-        if g.count < SHORT_GROUP:
-            next = look_far(map, pfns, i, n, next)
-        g.count = run_length(pfns + i, n - i, g.head, g.nr_pages)
-        if g.count >= SHORT_GROUP:
-            look_two_groups_on(map, pfns, i + g.count, n, &g)
-        if mm_unlikely(g.head == skip or not unpin_large(&map[g.head], g.count)):
+        if i != start:
+            # One entry each: their number is the length of the stretch.
+            small += i - start
+            g.count = 1
+        start = large
+        while i < n:
+            pfn = pfns[i]
+            word = a64_load_relaxed(&map[pfn].compound_info)
+            if word & 1:
+                g.nr_pages = ONE << tail_word_order(word)
+            elif page_is_head(&map[pfn]):
+                g.nr_pages = ONE << (a64_load_relaxed(&as_folio(&map[pfn])._flags_1) & 0xff)
+            else:
+                break
+            if g.count < SHORT_GROUP:
+                next = look_far(map, pfns, i, n, next)
+            g.head = pfn & ~(g.nr_pages - 1)
+            g.count = run_length(pfns + i, n - i, g.head, g.nr_pages)
+            if g.count >= SHORT_GROUP:
+                look_two_groups_on(map, pfns, i + g.count, n, &g)
+            if mm_unlikely(g.head == skip or not unpin_large(&map[g.head], g.count)):
+                break
+            large += 1
+            i += g.count
+        if large == start:
+            # Neither kind gets on: a group for the book, or the end.
             break
-        large += 1
-        i += g.count
-        merged += g.count - 1
     w.large += large
-    w.merged += merged
+    w.merged += i - small - large
     return i
 
 cdef uint64_t release_list(batch_t *b, const uint64_t *pfns, uint64_t n, int gen) noexcept nogil:
