@@ -32,7 +32,7 @@ CALLS = {
     "folio_try_get": [FOLIO], "folio_ref_freeze": [FOLIO, Count(77)], "folio_ref_unfreeze": [LIVE_FOLIO, Count(1)],
     "get_page": [LIVE_PAGE], "put_page": [LIVE_PAGE], "try_grab_folio": [LIVE_FOLIO, Count(1)],
     "folio_add_pin": [LIVE_FOLIO], "folio_add_pins": [LIVE_FOLIO, Count(1)], "folio_split": [LIVE_FOLIO, Count(1)],
-    "zone_device_page_init": [LIVE_FOLIO],
+    "zone_device_page_init": [LIVE_FOLIO], "reclaim": [LIVE_FOLIO],
     "folio_lock": [LIVE_FOLIO], "folio_trylock": [LIVE_FOLIO], "folio_unlock": [LIVE_FOLIO], "folio_test_dirty": [FOLIO],
     "folio_mark_dirty": [LIVE_FOLIO], "folio_mark_dirty_lock": [LIVE_FOLIO], "set_page_dirty": [LIVE_PAGE],
     "set_page_dirty_lock": [LIVE_PAGE], "folio_clear_dirty_for_io": [LIVE_FOLIO], "folio_start_writeback": [LIVE_FOLIO],
@@ -52,7 +52,8 @@ CALLS = {
 
 # What the names of mmcore are that no caller calls: types, dtypes, constants.
 NOT_CALLED = {"BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory",
-              "PAGE_DTYPE", "Page", "PageFlags", "PageType", "Zone", "FOLL", "GUP_PIN_COUNTING_BIAS"}
+              "PAGE_DTYPE", "Page", "PageFlags", "PageType", "Zone", "FOLL", "GUP_PIN_COUNTING_BIAS",
+              "File", "MADV", "MAP", "MM", "PROT", "PinLedger", "VM", "VMA"}
 
 
 def good(argument, mem, folio):

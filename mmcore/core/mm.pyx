@@ -485,8 +485,8 @@ cdef class MM:
 
     def page_at(self, addr):
         """Return the Page that is mapped at an address; None when none is, or it has no struct page. Takes no reference."""
-        cdef mm_t *mm = self.enter()
         cdef uint64_t at = count_arg(addr, "addr", 0, (ONE << TASK_BITS) - 1), pfn
+        cdef mm_t *mm = self.enter()
         cdef int token = walk_enter(&mm.pgd)
         pfn = page_at_addr(mm, at)
         walk_leave(&mm.pgd, token)
