@@ -1,5 +1,7 @@
 """Every public call, by what its arguments are: for calling all of them wrongly."""
 import mmcore as mmc
+from mmcore.core import dma, iommu, scatterlist, sgalloc, sgcopy, sgdraw, sgiter, sgsplit
+from mmcore.drivers import bio, iov
 
 # What an argument is. `live`: the folio must not be free, also where the call only looks.
 FOLIO, LIVE_FOLIO, PAGE, LIVE_PAGE, PAGES, FOLIOS, MEMORY = "folio", "live folio", "page", "live page", "pages", "folios", "mem"
@@ -48,12 +50,24 @@ CALLS = {
     "unpin_user_page_range_dirty_lock": [LIVE_PAGE, Count(1), Plain(True)], "unpin_user_folio": [LIVE_FOLIO, Count(1)],
     "unpin_user_folio_dirty_locked": [LIVE_FOLIO, Count(1), Plain(True)], "unpin_folio": [LIVE_FOLIO],
     "unpin_folios": [FOLIOS], "release_pages": [PAGES], "folios_put": [FOLIOS], "grab_pages": [PAGES],
+    "longterm_unpinnable": [PAGES], "migrate_folio_longterm": [LIVE_FOLIO],
 }
+
+# Scatterlists and DMA: test_scatterlist_wrong.py calls these wrongly.
+SCATTERLIST = {name for module in (scatterlist, sgalloc, sgcopy, sgdraw, sgiter, sgsplit, dma, iommu)
+               for name in module.__all__}
+# test_iov.py calls these.
+EXTRACTION = {*bio.__all__, *iov.__all__}
+# Calls on address spaces and files: called wrongly in the tests of their own files.
+IN_SPACES = {"get_user_pages", "get_user_pages_fast", "get_user_pages_fast_only", "get_user_pages_remote",
+             "get_user_pages_unlocked", "pin_user_pages", "pin_user_pages_fast", "pin_user_pages_remote",
+             "pin_user_pages_unlocked", "memfd_pin_folios", "hmm_range_fault", "hmm_pfn_to_map_order", "hmm_pfn_to_pfn"}
+CONSTANTS = ("FOLL_", "PROT_", "MAP_", "MADV_", "HMM_PFN_")
 
 # What the names of mmcore are that no caller calls: types, dtypes, constants.
 NOT_CALLED = {"BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory",
-              "PAGE_DTYPE", "Page", "PageFlags", "PageType", "Zone", "FOLL", "GUP_PIN_COUNTING_BIAS",
-              "File", "MADV", "MAP", "MM", "PROT", "PinLedger", "VM", "VMA"}
+              "PAGE_DTYPE", "Page", "PageFlags", "PageType", "Zone", "FOLL", "GUP_PIN_COUNTING_BIAS", "GupOutput", "File",
+              "MM", "VM", "VMA", "PROT", "MAP", "MADV", "PinLedger"}
 
 
 def good(argument, mem, folio):

@@ -466,6 +466,6 @@ def test_wrong_unpins_do_not_hide_the_last_put():
             for one in lists:
                 mmc.release_pages(one)
 
-        run(wrong, right)
+        run(wrong, right, wrong)
         released(mem)
         assert mem.buddyinfo() == fresh

@@ -38,26 +38,38 @@ CASES = (
 )
 
 
+def queued_ns():
+    """Return how long this thread was ready to run while other processes had the processors; 0 where that is not told."""
+    try:
+        with open("/proc/thread-self/schedstat") as stat:
+            return int(stat.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def together(jobs):
-    """Run lists of calls, a thread each, that start at the same moment; returns ns from the first start to the last end."""
+    """Run lists of calls, a thread each, that start at the same moment; returns ns of the thread that took longest.
+
+    That is time on the wall, waiting for locks or the GIL included, but without what other processes took.
+    """
     gate = threading.Barrier(len(jobs))
-    spans = []
+    spent = []
 
     def work(calls):
         gate.wait()
-        start = time.perf_counter_ns()
+        queued, start = queued_ns(), time.perf_counter_ns()
         for call in calls:
             call()
-        spans.append((start, time.perf_counter_ns()))
+        spent.append(time.perf_counter_ns() - start - (queued_ns() - queued))
 
     threads = [threading.Thread(target=work, args=(calls,)) for calls in jobs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if len(spans) < len(jobs):
+    if len(spent) < len(jobs):
         raise RuntimeError("a thread of the benchmark failed; its error is above")
-    return max(end for _, end in spans) - min(start for start, _ in spans)
+    return max(spent)
 
 
 def available_bytes():

@@ -105,6 +105,10 @@ cdef inline int put_refs(mem_t *m, page_t *head, bint large, uint32_t refs) noex
         if old == refs:
             bad = put_last_wrong(m, head)
             if mm_unlikely(bad):
+                # Unless somebody else moved the count meanwhile: then this is not the last one.
+                if refs_load(head) != old:
+                    old = refs_load(head)
+                    continue
                 return bad
         if mm_likely(a32_cas_acq_rel(&head._refcount, &old, old - refs)):
             return FREED if old == refs else NOT_FREED
@@ -132,6 +136,11 @@ cdef inline int put_pins(mem_t *m, page_t *head, bint large, uint64_t pins) noex
         if mm_unlikely(old <= amount):
             bad = put_pins_last(m, head, large, old, amount)
             if bad:
+                if refs_load(head) != old:
+                    old = refs_load(head)
+                    continue
+                if large:
+                    a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
                 return bad
         if mm_likely(a32_cas_acq_rel(&head._refcount, &old, old - amount)):
             return FREED if old == amount else NOT_FREED

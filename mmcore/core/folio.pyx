@@ -79,14 +79,9 @@ cdef int put_last_wrong(mem_t *m, const page_t *head) noexcept nogil:
 
 cdef int put_pins_last(mem_t *m, page_t *head, bint large, uint32_t old, uint32_t amount) noexcept nogil:
     """Decide about pins whose drop takes the count, `old` now, to 0 or below: 0 when it may, else a BAD_* code."""
-    cdef int bad
     if old == amount:
-        bad = put_last_wrong(m, head)
-    else:
-        bad = BAD_UNDERFLOW if large else BAD_UNPINNED
-    if bad and large:
-        a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
-    return bad
+        return put_last_wrong(m, head)
+    return BAD_UNDERFLOW if large else BAD_UNPINNED
 
 # ---- taking references --------------------------------------------------------------------------------------------------
 cdef uint64_t try_get_folio(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil:

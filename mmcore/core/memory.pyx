@@ -66,7 +66,7 @@ cdef void unreserve(void *at, uint64_t size) noexcept nogil:
 cdef enum:
     BIG_BUFFER = 1 << 18        # from here on a buffer is mapped, advised to be huge, and kept when it is given back
     KEPT_BUFFERS = 8
-    KEPT_BYTES = 128 << 20
+    KEPT_BYTES = 160 << 20    # a scatterlist of 4 Mi entries fits
 
 cdef struct kept_t:
     void *at

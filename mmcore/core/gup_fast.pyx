@@ -1,0 +1,311 @@
+"""The walk without locks."""
+from libc.errno cimport EAGAIN
+from mmcore.core.gup_walk cimport *
+from mmcore.core.output cimport release_leaves
+from mmcore.core.pgtable cimport *
+from mmcore.core.rmap cimport counts_mappings
+from mmcore.core.space cimport FILE_SECRETMEM, FILE_TMPFS, MMF_HAS_PINNED, mm_t
+
+cdef enum:
+    AHEAD = 64                  # entries whose struct pages are fetched in advance
+    AHEAD_LEAVES = 12           # also beyond the end of the range: who asks for 512 pages will ask for the next
+
+cdef inline uint64_t needed_bits(const gup_t *w) noexcept nogil:
+    """What an entry must have for the access (pte_access_permitted)."""
+    return PTE_PRESENT | PTE_USER | (PTE_RW if w.flags & FOLL_WRITE else 0)
+
+cdef bint file_allowed(gup_t *w, const page_t *head, bint large, bint reject_files) noexcept nogil:
+    """gup_fast_folio_allowed for a folio that is neither anonymous nor hugetlb."""
+    cdef uint64_t mapping = a64_load_relaxed(&head.mapping)     # read once: truncation may clear it meanwhile
+    cdef device_t *d
+    if page_zone(head) == ZONE_DEVICE:
+        d = device_of(w.m, <uint64_t>(head - w.m.map))
+        return d != NULL and (d.type == DEVICE_GENERIC or d.type == DEVICE_PCI_P2PDMA or not reject_files)
+    if not reject_files and large:
+        return True
+    if mapping == 0:
+        return False
+    if mapping & FOLIO_MAPPING_ANON:
+        return True
+    if mapping != w.seen_mapping:
+        w.seen_kind = kind_of_file(w.m, mapping)
+        w.seen_mapping = mapping
+    if reject_files:
+        return w.seen_kind == FILE_TMPFS
+    return w.seen_kind >= 0 and w.seen_kind != FILE_SECRETMEM
+
+cdef inline bint folio_allowed(gup_t *w, const page_t *head, bint large) noexcept nogil:
+    cdef bint reject_files = w.flags & (FOLL_PIN | FOLL_LONGTERM | FOLL_WRITE) == (FOLL_PIN | FOLL_LONGTERM | FOLL_WRITE)
+    if mm_likely(head.mapping & FOLIO_MAPPING_ANON) or folio_is_hugetlb(head):
+        return True
+    return file_allowed(w, head, large, reject_files)
+
+cdef inline bint must_unshare(const gup_t *w, const page_t *head, const page_t *page) noexcept nogil:
+    """gup_must_unshare without a VMA, for an entry that is not writable. page carries the exclusive mark."""
+    if w.flags & (FOLL_PIN | FOLL_WRITE) != FOLL_PIN:
+        return False
+    if not head.mapping & FOLIO_MAPPING_ANON:
+        return (w.flags & FOLL_LONGTERM) != 0
+    return not test_flag(page, PG_owner_2)
+
+cdef inline bint stays(gup_t *w, uint64_t head) noexcept nogil:
+    """A longterm pin takes only what may stay where it is; the rest is for the slow walk to migrate."""
+    return not w.flags & FOLL_LONGTERM or longterm_pinnable(w.m, head)
+
+cdef inline void set_referenced(page_t *head) noexcept nogil:
+    if mm_unlikely(not test_flag(head, PG_referenced)):
+        set_flag(head, PG_referenced)
+
+# ---- PTEs -------------------------------------------------------------------------------------------------------------
+cdef bint fast_pte(gup_t *w, const uint64_t *entry, uint64_t e, const uint64_t *pmd, uint64_t pmd_was) noexcept nogil:
+    """The page of one PTE, whatever its folio is. False: not taken."""
+    cdef mem_t *m = w.m
+    cdef uint64_t pfn = pte_pfn(e), head
+    cdef page_t *page
+    cdef bint large
+    if grab_leaf(w, pfn, 1, &head, &large) != 0:
+        return False
+    mm_after_rmw()
+    page = &m.map[head]
+    if a64_load_acquire(entry) != e or a64_load_relaxed(pmd) != pmd_was or not stays(w, head) \
+            or not folio_allowed(w, page, large) or test_flag(&m.map[pfn], PG_hwpoison) \
+            or (not e & PTE_RW and must_unshare(w, page, page if folio_is_hugetlb(page) else &m.map[pfn])):
+        drop_leaf(w, head, large, 1)
+        return False
+    set_referenced(page)
+    note_leaf(w, pfn, 1)
+    return True
+
+cdef bint fast_ptes(gup_t *w, const uint64_t *pmd, uint64_t pmd_was, uint64_t end) noexcept nogil:
+    """The entries of one table from w.addr on. False: the walk ends here.
+
+    Small anonymous pages, what most of memory is, have the loop to themselves: one line of mem_map each, one
+    compare-and-swap, and runs kept in registers. Everything else takes fast_pte.
+    """
+    cdef mem_t *m = w.m
+    cdef page_t *map = m.map
+    cdef page_t *page
+    # The entries lead nowhere when the table was unlinked before we came: the second look at the PMD sees that.
+    cdef const uint64_t *entry = table_at(m, pte_pfn(pmd_was)) + table_index(&w.mm.pgd, w.addr, 0)
+    cdef uint64_t i, n = (end - w.addr) >> m.page_shift, e, pfn, flags, first = 0, run = 0, taken = 0
+    cdef uint64_t need = needed_bits(w), mask = need | PTE_SPECIAL, pages = m.nr_pages
+    cdef uint64_t odd = (ONE << PG_head) | (ONE << PG_hwpoison) | (<uint64_t>4 << ZONE_SHIFT)
+    cdef uint32_t refs, amount = GUP_PIN_COUNTING_BIAS if w.flags & FOLL_PIN else 1
+    cdef bint ok = True, longterm = (w.flags & FOLL_LONGTERM) != 0, pin = (w.flags & FOLL_PIN) != 0
+    cdef bint exclusive = w.flags & (FOLL_PIN | FOLL_WRITE) == FOLL_PIN
+    for i in range(min(n, <uint64_t>AHEAD)):
+        e = a64_load_relaxed(&entry[i])
+        if e & mask == need and pte_pfn(e) < pages:
+            prefetch_write(&map[pte_pfn(e)])
+    i = 0
+    while i < n:
+        if mm_likely(i + AHEAD < n):
+            e = a64_load_relaxed(&entry[i + AHEAD])
+            if mm_likely(e & mask == need):
+                prefetch_write(&map[pte_pfn(e)])
+        e = a64_load_acquire(&entry[i])
+        pfn = pte_pfn(e)
+        if mm_unlikely(e & mask != need or pfn >= pages or w.nr_leaves + 1 >= w.room):
+            # With one word left, the run in our hands would have none.
+            ok = False
+            break
+        page = &map[pfn]
+        flags = a64_load_relaxed(&page.flags)
+        refs = refs_load(page)
+        if mm_unlikely(flags & odd or a64_load_relaxed(&page.compound_info) & 1 or not page.mapping & FOLIO_MAPPING_ANON
+                       or <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0):
+            if run:
+                note_leaf(w, first, run)
+                run = 0
+            ok = fast_pte(w, &entry[i], e, pmd, pmd_was)
+            if not ok:
+                break
+            i += 1
+            continue
+        while mm_unlikely(not a32_cas_acq_rel(&page._refcount, &refs, refs + amount)):
+            if <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0:
+                refs = 0
+                break
+        if mm_unlikely(refs == 0):
+            ok = False
+            break
+        mm_after_rmw()
+        taken += 1
+        if mm_unlikely(a64_load_acquire(&entry[i]) != e or a64_load_relaxed(pmd) != pmd_was
+                       or a64_load_relaxed(&page.compound_info) & 1 or (a64_load_relaxed(&page.flags) & odd) != 0
+                       or not page.mapping & FOLIO_MAPPING_ANON
+                       or (longterm and not longterm_pinnable(m, pfn))
+                       or (exclusive and not e & PTE_RW and not test_flag(page, PG_owner_2))):
+            # Whatever it is now, what we added is to be taken off the word that it was added to.
+            if pin:
+                stat_add(m, NR_FOLL_PIN_RELEASED, 1)
+            put_grabbed(m, pfn, amount)
+            ok = False
+            break
+        if not pin:
+            note_plain_refs(page, refs, 1)
+        if mm_unlikely(not (flags >> PG_referenced) & 1):
+            set_flag(page, PG_referenced)
+        if mm_unlikely(pfn != first + run or run == LEAF_MAX_PAGES):
+            if run:
+                note_leaf(w, first, run)
+            first = pfn
+            run = 0
+        run += 1
+        i += 1
+    if run:
+        note_leaf(w, first, run)
+    w.addr += i << m.page_shift
+    w.leaf_walks += i
+    w.head_lookups += taken
+    w.ref_atomics += taken
+    if pin:
+        w.pins += taken
+    return ok
+
+# ---- leaves -----------------------------------------------------------------------------------------------------------
+cdef bint fast_device_leaf(gup_t *w, const uint64_t *entry, uint64_t e, uint64_t pfn, uint64_t n) noexcept nogil:
+    """A leaf over base pages of a device: one look at the entry, and a reference for each page."""
+    cdef uint64_t i = 0, head
+    cdef bint large
+    while i < n and w.nr_leaves < w.room:
+        if i + AHEAD < n:
+            prefetch_write(&w.m.map[pfn + i + AHEAD])
+        if grab_leaf(w, pfn + i, 1, &head, &large) != 0:
+            break
+        mm_after_rmw()
+        if a64_load_acquire(entry) != e or not stays(w, head) or not folio_allowed(w, &w.m.map[head], large) \
+                or test_flag(&w.m.map[head], PG_hwpoison) or (not e & PTE_RW and must_unshare(w, &w.m.map[head], &w.m.map[head])):
+            drop_leaf(w, head, large, 1)
+            break
+        set_referenced(&w.m.map[head])
+        note_leaf(w, pfn + i, 1)
+        i += 1
+    w.addr += i << w.m.page_shift
+    return i == n
+
+cdef inline bint fast_leaf(gup_t *w, const uint64_t *entry, uint64_t e, int level, uint64_t end) noexcept nogil:
+    """All pages that a PMD or PUD leaf maps from w.addr up to end, in one update. False: the walk ends here."""
+    cdef mem_t *m = w.m
+    cdef uint64_t pfn = pte_pfn(e) + ((w.addr & (level_size(&w.mm.pgd, level) - 1)) >> m.page_shift)
+    cdef uint64_t n = (end - w.addr) >> m.page_shift, head, need = needed_bits(w)
+    cdef page_t *page
+    cdef bint large
+    if mm_unlikely(e & (need | PTE_SPECIAL) != need) or mm_unlikely(pfn + n > m.nr_pages) \
+            or mm_unlikely(w.nr_leaves == w.room):
+        return False
+    w.leaf_walks += 1
+    if mm_unlikely(pfn >= m.nr_ram) and not counts_mappings(m, pfn):
+        return fast_device_leaf(w, entry, e, pfn, n)
+    if mm_unlikely(grab_leaf(w, pfn, n, &head, &large) != 0):
+        return False
+    mm_after_rmw()
+    page = &m.map[head]
+    if mm_unlikely(a64_load_acquire(entry) != e) or mm_unlikely(not large) or mm_unlikely(not stays(w, head)) \
+            or mm_unlikely(not folio_allowed(w, page, True)) \
+            or mm_unlikely((as_folio(page)._flags_1 >> PG_has_hwpoisoned) & 1) \
+            or (not e & PTE_RW and must_unshare(w, page, page)):
+        drop_leaf(w, head, large, n)
+        return False
+    set_referenced(page)
+    note_leaf(w, pfn, n)
+    w.addr = end
+    return True
+
+cdef inline void look_ahead(const gup_t *w, const uint64_t *entry, uint64_t left) noexcept nogil:
+    """Fetch head and tail 1 of a leaf some entries on; `left` is how many the table has after this one."""
+    cdef uint64_t e
+    if left >= AHEAD_LEAVES:
+        e = a64_load_relaxed(entry + AHEAD_LEAVES)
+        if e & (PTE_PRESENT | PTE_PSE) == (PTE_PRESENT | PTE_PSE) and pte_pfn(e) + 1 < w.m.nr_pages:
+            prefetch_write(&w.m.map[pte_pfn(e)])
+            prefetch_write(&w.m.map[pte_pfn(e) + 1])
+
+cdef bint fast_table(gup_t *w, uint64_t table, int level, uint64_t end) noexcept nogil:
+    """The entries of one upper table from w.addr up to end. False: the walk ends here."""
+    cdef mem_t *m = w.m
+    cdef pgd_t *g = &w.mm.pgd
+    cdef uint64_t *entry = table_at(m, table) + table_index(g, w.addr, level)
+    cdef uint64_t *last = table_at(m, table) + ((ONE << g.bits) - 1)
+    cdef uint64_t e, next
+    cdef bint ok
+    while w.addr < end:
+        e = a64_load_acquire(entry)
+        next = level_end(g, w.addr, end, level)
+        if pte_leaf(e, level):
+            look_ahead(w, entry, <uint64_t>(last - entry))
+            ok = fast_leaf(w, entry, e, level, next)
+        elif not pte_table(e, level):
+            return False
+        elif level == 1:
+            ok = fast_ptes(w, entry, e, next)
+        else:
+            ok = fast_table(w, pte_pfn(e), level - 1, next)
+        if mm_unlikely(not ok):
+            return False
+        entry += 1
+    return True
+
+# ---- a page at a time ---------------------------------------------------------------------------------------------------
+cdef bint fast_page(gup_t *w) noexcept nogil:
+    """One base page: descend from the top, lock the table that names it, take one reference. acquire="page"."""
+    cdef mem_t *m = w.m
+    cdef pgd_t *g = &w.mm.pgd
+    cdef int level = 0
+    cdef uint64_t table, e, pfn, head, need = needed_bits(w)
+    cdef uint64_t *entry = walk_find(g, w.addr, &level, &table)
+    cdef page_t *page
+    cdef bint large, ok = False
+    if w.nr_leaves == w.room:
+        return False
+    table_lock(m, table)
+    e = a64_load_relaxed(entry)
+    pfn = pte_pfn(e) + ((w.addr & (level_size(g, level) - 1)) >> m.page_shift)
+    # A table that was unlinked has no entries: nothing of it is taken.
+    if pte_leaf(e, level) and e & (need | PTE_SPECIAL) == need and pfn < m.nr_pages and grab_leaf(w, pfn, 1, &head, &large) == 0:
+        page = &m.map[head]
+        if not stays(w, head) or not folio_allowed(w, page, large) or test_flag(&m.map[pfn], PG_hwpoison) \
+                or (level > 0 and large and (as_folio(page)._flags_1 >> PG_has_hwpoisoned) & 1) \
+                or (not e & PTE_RW and must_unshare(w, page, page if level > 0 or folio_is_hugetlb(page) else &m.map[pfn])):
+            drop_leaf(w, head, large, 1)
+        else:
+            set_referenced(page)
+            note_leaf(w, pfn, 1)
+            w.addr += ONE << m.page_shift
+            ok = True
+    table_unlock(m, table)
+    # The kernel counts each pin as it is taken; so does this generation.
+    w.leaf_walks += 1
+    if w.pins:
+        stat_add(m, NR_FOLL_PIN_ACQUIRED, <int64_t>w.pins)
+        w.pins = 0
+    return ok
+
+# ---- one attempt --------------------------------------------------------------------------------------------------------
+cdef void gup_fast(gup_t *w) noexcept nogil:
+    cdef mm_t *mm = w.mm
+    cdef bint pin = (w.flags & FOLL_PIN) != 0
+    cdef uint32_t seq = 0
+    cdef uint64_t start = w.addr, first = w.nr_leaves
+    cdef int token
+    w.next_pfn = 0      # a chunk's leaves are its own: they may have to go back
+    if pin:
+        seq = a32_load_acquire(&mm.write_protect_seq)
+        if seq & 1:
+            return
+    token = walk_enter(&mm.pgd)
+    if mm.pgd.top == 0 or mm.exited:
+        pass
+    elif w.page_by_page:
+        while w.addr < w.end and fast_page(w):
+            pass
+    else:
+        fast_table(w, mm.pgd.top, mm.pgd.levels - 1, w.end)
+    walk_leave(&mm.pgd, token)
+    count_walk(w)
+    if pin:
+        mm_barrier()
+        if mm_unlikely(a32_load_acquire(&mm.write_protect_seq) != seq):
+            release_leaves(w.m, w.leaf + first, w.nr_leaves - first, True)
+            w.nr_leaves = first
+            w.addr = start

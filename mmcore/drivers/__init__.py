@@ -1,0 +1,1 @@
+"""What uses the core as the kernel's drivers do."""

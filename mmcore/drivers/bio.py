@@ -1,0 +1,88 @@
+"""Block I/O on user pages: vectors of pieces, merged where they touch, and what their completion gives back."""
+from ..core.errors import InvalidArgument
+from ..core.folio import get_page, put_page, try_grab_folio
+from ..core.look import page_folio
+from ..core.sgalloc import sg_alloc_table
+from ..core.sgiter import sg_set_page
+from ..core.unpin import unpin_user_folio, unpin_user_folio_dirty_locked
+
+__all__ = ["Bio", "bio_release_pages"]
+
+BVEC_MOST = 0xffffffff
+
+
+class Bio:
+    """Hold pieces of pages, and one pin (or reference, with pins=False) for each page of each piece. Kernel: struct bio.
+
+    .bvecs lists [first PFN, offset, length].
+    """
+
+    def __init__(self, mem, *, pins=True):
+        mem.page(1)
+        self.mem, self.pins, self.bvecs = mem, pins, []
+
+    def _drop(self, folio, pages):
+        if self.pins:
+            unpin_user_folio(folio, pages)
+        else:
+            for _ in range(pages):
+                put_page(folio.page)
+
+    def map_page(self, page, length, offset):
+        """Take a pin or reference on one page and add a piece of it (bio_map_user_iov, a page at a time)."""
+        if not 0 < length <= self.mem.page_size - offset or offset < 0:
+            raise InvalidArgument(f"{length} bytes at offset {offset} are no piece of a page")
+        if self.pins:
+            try_grab_folio(page_folio(page), 1)
+        else:
+            get_page(page)
+        self.add_page(page, length, offset)
+
+    def add_page(self, page, length, offset):
+        """Add a piece of one page, whose pin or reference the caller took and the bio gives back.
+
+        It joins the piece before when it starts where that ends. Within one page the second pin is then dropped at
+        once: a piece has one for each page it touches, and release counts pages.
+        """
+        shift = self.mem.page_size.bit_length() - 1
+        start = (page.pfn << shift) + offset
+        if self.bvecs:
+            last = self.bvecs[-1]
+            end = (last[0] << shift) + last[1] + last[2]
+            if end == start and last[2] + length <= BVEC_MOST and self._one_map(last[0], page.pfn):
+                last[2] += length
+                # The page of the last byte, not of the piece's first page: a piece may span a folio.
+                if (end - 1) >> shift == page.pfn:
+                    self._drop(page_folio(page), 1)
+                return
+        self.bvecs.append([page.pfn, offset, length])
+
+    def _one_map(self, pfn, other):
+        def device(pfn):
+            return next((d for d in self.mem.devices if d.start_pfn <= pfn < d.start_pfn + d.nr_pages), None)
+        return not self.mem.devices or device(pfn) is device(other)
+
+    def to_sg(self):
+        """Return a scatterlist with an entry a piece."""
+        sgt = sg_alloc_table(self.mem, len(self.bvecs))
+        for i, (pfn, offset, length) in enumerate(self.bvecs):
+            sg_set_page(sgt[i], self.mem.page(pfn), length, offset)
+        return sgt
+
+
+def bio_release_pages(bio, mark_dirty=False):
+    """Give back what the bio holds: for each folio of each piece as many pins as pages touched; dirty first if asked."""
+    page_size = bio.mem.page_size
+    for pfn, offset, length in bio.bvecs:
+        first = pfn + offset // page_size
+        # By the bytes touched: a length of one page that starts within a page touches two.
+        end = pfn + (offset + length - 1) // page_size + 1
+        while first < end:
+            folio = bio.mem.folio(first)
+            pages = min(end, folio.pfn + folio.nr_pages) - first
+            if mark_dirty and bio.pins:
+                unpin_user_folio_dirty_locked(folio, pages, True)
+            else:
+                bio._drop(folio, pages)
+            first += pages
+    bio.bvecs = []

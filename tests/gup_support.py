@@ -1,0 +1,77 @@
+"""What the tests of the get and pin families share: a machine with one of everything, the calls, and giving back."""
+from functools import partial
+
+import numpy as np
+
+import mmcore as mmc
+from mmcore import *
+
+PAGE = 4096
+HUGE = 2 << 20
+EHWPOISON = 133
+
+GETS = (get_user_pages, get_user_pages_remote, get_user_pages_unlocked, get_user_pages_fast)
+PINS = (pin_user_pages, pin_user_pages_remote, pin_user_pages_unlocked, pin_user_pages_fast)
+FAST = (get_user_pages_fast, get_user_pages_fast_only, pin_user_pages_fast)
+SLOW = (get_user_pages, get_user_pages_remote, get_user_pages_unlocked, pin_user_pages, pin_user_pages_remote,
+        pin_user_pages_unlocked)
+ALL = GETS + PINS
+GENERATIONS = ("leaf", "page")
+
+
+def machine(size="64M", **config):
+    """A Memory with Movable, CMA, a hugetlb pool, and devices of each kind that can be mapped."""
+    config = {"movable": "16M", "cma": "8M", "hugetlb": {"2M": 4}, "thp": "madvise", "shmem_thp": "madvise"} | config
+    devices = (DevicePages("4M", "generic", align="2M"), DevicePages("4M", "generic", align="2M", compound=False),
+               DevicePages("2M", "pci_p2pdma", align="2M"), DevicePages("2M", "fsdax", align="4K"))
+    return Memory(size, devices=devices, **config)
+
+
+def is_pin(call):
+    """Does this function pin?"""
+    return call.__name__.startswith("pin")
+
+
+def give_back(call, pages):
+    """Release what a call returned."""
+    if is_pin(call):
+        unpin_user_pages(pages)
+    else:
+        release_pages(pages)
+
+
+def pins_of(mem):
+    """Live pins by the counters."""
+    stat = mem.vmstat()
+    return stat["nr_foll_pin_acquired"] - stat["nr_foll_pin_released"]
+
+
+def zone_of(mem, pfn):
+    """Name of the zone that holds a PFN; CMA is Normal."""
+    return next(zone.name for zone in mem.zones if zone.start_pfn <= pfn < zone.end_pfn)
+
+
+def outcome(call, *args, **kwargs):
+    """What a call came to: its PFNs, or its errno."""
+    try:
+        return "pages", call(*args, **kwargs)
+    except MMError as error:
+        return "errno", error.errno
+
+
+def frames(mem, ignore=()):
+    """mem_map, without flags that depend on which walk touched a page."""
+    pages = np.array(mem.pages)
+    mask = 0
+    for flag in ignore:
+        mask |= int(flag)
+    pages["flags"] &= np.uint64(~mask & (1 << 64) - 1)
+    return pages
+
+
+def over(mem, mm=None):
+    """All pins are gone and every law holds; with an mm, that exits first."""
+    if mm is not None:
+        mm.exit()
+    assert pins_of(mem) == 0
+    mem.check()
