@@ -34,7 +34,7 @@ CALLS = {
     "folio_try_get": [FOLIO], "folio_ref_freeze": [FOLIO, Count(77)], "folio_ref_unfreeze": [LIVE_FOLIO, Count(1)],
     "get_page": [LIVE_PAGE], "put_page": [LIVE_PAGE], "try_grab_folio": [LIVE_FOLIO, Count(1)],
     "folio_add_pin": [LIVE_FOLIO], "folio_add_pins": [LIVE_FOLIO, Count(1)], "folio_split": [LIVE_FOLIO, Count(1)],
-    "zone_device_page_init": [LIVE_FOLIO],
+    "zone_device_page_init": [LIVE_FOLIO], "reclaim": [LIVE_FOLIO],
     "folio_lock": [LIVE_FOLIO], "folio_trylock": [LIVE_FOLIO], "folio_unlock": [LIVE_FOLIO], "folio_test_dirty": [FOLIO],
     "folio_mark_dirty": [LIVE_FOLIO], "folio_mark_dirty_lock": [LIVE_FOLIO], "set_page_dirty": [LIVE_PAGE],
     "set_page_dirty_lock": [LIVE_PAGE], "folio_clear_dirty_for_io": [LIVE_FOLIO], "folio_start_writeback": [LIVE_FOLIO],
@@ -61,7 +61,7 @@ EXTRACTION = {*bio.__all__, *iov.__all__}
 # Calls on address spaces and files: called wrongly in the tests of their own files.
 IN_SPACES = {"get_user_pages", "get_user_pages_fast", "get_user_pages_fast_only", "get_user_pages_remote",
              "get_user_pages_unlocked", "pin_user_pages", "pin_user_pages_fast", "pin_user_pages_remote",
-             "pin_user_pages_unlocked", "memfd_pin_folios", "hmm_range_fault", "hmm_pfn_to_map_order", "hmm_pfn_to_pfn", "reclaim"}
+             "pin_user_pages_unlocked", "memfd_pin_folios", "hmm_range_fault", "hmm_pfn_to_map_order", "hmm_pfn_to_pfn"}
 CONSTANTS = ("FOLL_", "PROT_", "MAP_", "MADV_", "HMM_PFN_")
 
 # What the names of mmcore are that no caller calls: types, dtypes, constants.

@@ -228,3 +228,46 @@ def test_mprotect_refuses(mm):
             mm.mprotect(*args)
     assert mm.vmas[0].flags & mmc.VM.WRITE
     mm.mprotect(a, 0, 0)        # nothing to do is no error
+
+
+GOOD = {"mmap": (PAGE,), "munmap": (1 << 20, PAGE), "mprotect": (1 << 20, PAGE, 1), "madvise": (1 << 20, PAGE, 4),
+        "mremap": (1 << 20, PAGE, PAGE), "read": (1 << 20, 1), "write": (1 << 20, b"x"), "touch": (1 << 20, PAGE),
+        "find_vma": (1 << 20,), "pagemap": (1 << 20, 1), "page_at": (1 << 20,), "clear_refs": (4,)}
+NUMBERS = [(name, i) for name, args in GOOD.items() for i in range(len(args)) if (name, i) != ("write", 1)]
+
+
+@pytest.mark.parametrize("name, index", NUMBERS)
+@pytest.mark.parametrize("value", [-1, 1 << 64, 1 << 100, None, 1.5, [], object(), True], ids=repr)
+def test_arguments_that_are_no_numbers_or_do_not_fit(mm, name, index, value):
+    args = list(GOOD[name])
+    args[index] = value
+    with refused(mm.mem, (MMError, TypeError)):
+        getattr(mm, name)(*args)
+    assert mm.vmas == []
+
+
+@pytest.mark.parametrize("make", [lambda mem: MM(None), lambda mem: MM(mem, user=5), lambda mem: MM(mem, rlimit_memlock=-1),
+                                  lambda mem: MM(mem, rlimit_memlock="much"), lambda mem: mmc.File(None, PAGE),
+                                  lambda mem: mmc.File(mem, -1), lambda mem: mmc.File(mem, "x"), lambda mem: mmc.PinLedger(5)])
+def test_objects_that_cannot_be(mem, make):
+    with refused(mem, (TypeError, ValueError)):
+        make(mem)
+
+
+def test_a_file_must_be_one(mm):
+    with Memory("4M") as other:
+        for file, error in ((5, TypeError), (mmc.File(other, PAGE), InvalidArgument)):
+            with refused(mm.mem, error):
+                mm.mmap(PAGE, flags=mmc.MAP_SHARED, file=file)
+
+
+def test_a_closed_memory_ends_its_spaces():
+    mem = Memory("4M")
+    mm, file = MM(mem), mmc.File(mem, PAGE)
+    mm.touch(mm.mmap(PAGE), PAGE)
+    mem.close()
+    for call in (lambda: mm.mmap(PAGE), lambda: mm.rss, mm.fork, mm.exit, lambda: file.read(0, 1), lambda: file.size):
+        with pytest.raises(InvalidArgument, match="closed"):
+            call()
+    assert "closed" in repr(mm) and "closed" in repr(file)
+    del mm, file

@@ -43,6 +43,7 @@ class Layout:
     heads: np.ndarray
     orders: np.ndarray
     flags: np.ndarray        # kpageflags words
+    mm: object = None        # the address space that maps the pages, and holds them
 
     def backing(self):
         """Tell what backs the pages: live.Backing."""
@@ -118,7 +119,7 @@ def live_layout(snapshot):
     """Build the engine of a capture; returns Layout."""
     engine = snapshot.replay()
     return Layout(
-        engine.mem, engine.pages, snapshot.pfns, snapshot.heads, snapshot.orders, snapshot.flags
+        engine.mem, engine.pages, snapshot.pfns, snapshot.heads, snapshot.orders, snapshot.flags, engine.mm
     )
 
 

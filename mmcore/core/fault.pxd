@@ -25,10 +25,16 @@ cdef enum:
 
 cdef int handle_mm_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noexcept nogil
     # 0: look again. -ENOMEM, FAULT_SIGBUS, FAULT_SIGSEGV, -EHWPOISON
-cdef int touch_range(mm_t *mm, vma_t *v, uint64_t *addr, uint64_t end, bint write, uint64_t *faults) noexcept nogil
-    # *addr: how far it came
 cdef uint64_t huge_zero_get(mem_t *m) noexcept nogil        # PFN of the huge zero folio, or 0
 cdef bint thp_allowed(const mm_t *mm, const vma_t *v) noexcept nogil
+
+# ---- for touch.pyx, which takes many faults at once ----------------------------------------------------------------------
+cdef bint leaf_fits(const mm_t *mm, const vma_t *v, uint64_t addr, int level) noexcept nogil
+cdef void mark_access(uint64_t *entry, uint64_t bits) noexcept nogil
+cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write) noexcept nogil
+    # leaves made; 0: base pages must do; -EAGAIN: look again; -ENOMEM
+cdef uint64_t mthp_fault(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t addr) noexcept nogil            # under the table's lock
+cdef uint64_t anon_run(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t addr, uint64_t nr, bint write) noexcept nogil  # the same
 
 # ---- entries and pages ------------------------------------------------------------------------------------------------
 cdef inline bint entry_allows(uint64_t e, bint write) noexcept nogil:

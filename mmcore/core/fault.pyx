@@ -15,9 +15,11 @@ cdef extern from "<sched.h>" nogil:
 
 cdef enum:
     THP_BATCH = 32
+    THP_AHEAD = 16
+    STREAM_FROM = 64            # pages of one run
 
 # ---- entries ------------------------------------------------------------------------------------------------------------
-cdef inline void mark_access(uint64_t *entry, uint64_t bits) noexcept nogil:
+cdef void mark_access(uint64_t *entry, uint64_t bits) noexcept nogil:
     """Set accessed and dirty as the processor does: without a lock, and only while the entry is what was looked at."""
     cdef uint64_t e = a64_load_relaxed(entry)
     while e & PTE_PRESENT and e & bits != bits:
@@ -45,7 +47,7 @@ cdef bint thp_allowed(const mm_t *mm, const vma_t *v) noexcept nogil:
         return False
     return mode == THP_ALWAYS or (v.flags & VM_HUGEPAGE) != 0
 
-cdef inline bint leaf_fits(const mm_t *mm, const vma_t *v, uint64_t addr, int level) noexcept nogil:
+cdef bint leaf_fits(const mm_t *mm, const vma_t *v, uint64_t addr, int level) noexcept nogil:
     """Does the VMA span the whole leaf around addr?"""
     cdef uint64_t size = level_size(&mm.pgd, level), first = addr & ~(size - 1)
     return first >= v.start and first + size <= v.end
@@ -86,6 +88,9 @@ cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write
         if got == 0:
             return 0
         bits = vma_entry_bits(v) | PTE_PSE | PTE_ACCESSED | written_bits(v)
+        for i in range(min(got, <uint64_t>THP_AHEAD)):
+            prefetch_write(&m.map[pfns[i]])
+            prefetch_write(&m.map[pfns[i] + 1])
     else:
         pfns[0] = huge_zero_get(m)
         if pfns[0] == 0:
@@ -96,6 +101,10 @@ cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write
     i = 0
     while i < got and entry[i] == 0:
         if write:
+            # Heads lie 32 KiB apart, in the same set of the caches: more than a few ahead push each other out.
+            if i + THP_AHEAD < got:
+                prefetch_write(&m.map[pfns[i + THP_AHEAD]])
+                prefetch_write(&m.map[pfns[i + THP_AHEAD] + 1])
             huge_anon_init(m, pfns[i], mm.anon_id, page_index(mm, v, at + i * size))
             a64_store_release(&entry[i], (pfns[i] << PTE_PFN_SHIFT) | bits)
         else:
@@ -157,6 +166,18 @@ cdef uint64_t mthp_fault(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t addr) noe
             return ONE << order
     return 0
 
+cdef inline void anon_page_stream(page_t *page, uint64_t flags, uint64_t mapping, uint64_t index) noexcept nogil:
+    """anon_page_init() past the caches; nobody can find the page before stream_end()."""
+    cdef uint64_t *word = <uint64_t *>page
+    stream64(word, flags)
+    stream64(word + 1, 0)           # compound_info
+    stream64(word + 2, 0)           # lru_prev
+    stream64(word + 3, mapping)
+    stream64(word + 4, index)
+    stream64(word + 5, 0)           # private
+    stream64(word + 6, MAPPED_ONCE)
+    stream64(word + 7, 0)           # memcg_data
+
 cdef uint64_t anon_run(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t addr, uint64_t nr, bint write) noexcept nogil:
     """Under the table's lock: fill `nr` entries that are none with base pages. How many it could."""
     cdef mem_t *m = mm.m
@@ -175,6 +196,19 @@ cdef uint64_t anon_run(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t addr, uint6
         k = min(<uint64_t>512, nr - done)
         got = take_pages(m, pfns, k)
         flags = anon_flags(m, pfns[0]) if got else 0
+        if got >= STREAM_FROM:
+            # Their lines are written whole and not looked at again before others push them out: past the caches.
+            for i in range(got):
+                if not one_region:
+                    flags = anon_flags(m, pfns[i])
+                anon_page_stream(&m.map[pfns[i]], flags, mapping, index + done + i)
+            stream_end()
+            for i in range(got):
+                a64_store_release(&entry[done + i], (pfns[i] << PTE_PFN_SHIFT) | bits)
+            done += got
+            if got < k:
+                break
+            continue
         for i in range(got):
             if i + 8 < got:
                 prefetch_write(&m.map[pfns[i + 8]])
@@ -493,119 +527,3 @@ cdef int handle_mm_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noex
         if n:
             return 0 if n > 0 or n == -EAGAIN else <int>n
     return handle_pte_fault(mm, v, addr, flags)
-
-# ---- many at once ----------------------------------------------------------------------------------------------------------------
-cdef int touch_table(mm_t *mm, vma_t *v, uint64_t *at, uint64_t end, bint write, uint64_t *faults) noexcept nogil:
-    """The part of a range that one page table spans. Entries that are none in anonymous memory are filled in runs."""
-    cdef mem_t *m = mm.m
-    cdef pgd_t *g = &mm.pgd
-    cdef uint64_t table, e, i = 0, k, n, nr = (end - at[0]) >> m.page_shift, addr = at[0], filled = 0, taken = 0
-    cdef uint64_t *entry
-    cdef uint64_t bits = PTE_ACCESSED | (PTE_DIRTY | PTE_SOFT_DIRTY if write else 0)
-    cdef uint64_t allowed = PTE_PRESENT | (PTE_RW if write else 0)
-    cdef bint anon = v.file == NULL
-    cdef int error = 0
-    table = table_make(g, addr, 0, &error)
-    if table == 0:
-        return error
-    entry = table_at(m, table) + table_index(g, addr, 0)
-    table_lock(m, table)
-    while i < nr:
-        e = entry[i]
-        if e & allowed == allowed:
-            if e & bits != bits:
-                a64_store_relaxed(&entry[i], e | bits)
-            i += 1
-            continue
-        if e == 0 and anon:
-            n = 0
-            if write and spaces_of(m).mthp:
-                n = mthp_fault(mm, v, entry + i, addr + (i << m.page_shift))
-                if n:
-                    # One fault brought them all; where it started inside, what is before was touched already or is not asked for.
-                    filled += n
-                    taken += 1
-                    i += 1
-                    continue
-                k = 1
-            else:
-                k = 1
-                while i + k < nr and entry[i + k] == 0:
-                    k += 1
-            n = anon_run(mm, v, entry + i, addr + (i << m.page_shift), k, write)
-            filled += n
-            taken += n
-            i += n
-            if n < k:
-                error = -ENOMEM
-                break
-            continue
-        table_used(m, table)[0] += filled
-        a64_fetch_add_relaxed(&mm.total_faults, taken)
-        faults[0] += taken
-        table_unlock(m, table)
-        error = handle_mm_fault(mm, v, addr + (i << m.page_shift), FAULT_FLAG_WRITE if write else 0)
-        faults[0] += 1
-        at[0] = addr + (i << m.page_shift)
-        if error:
-            return error
-        return 0        # what it did may have changed the shape of the tables: look again from there
-    table_used(m, table)[0] += filled
-    table_unlock(m, table)
-    a64_fetch_add_relaxed(&mm.total_faults, taken)
-    faults[0] += taken
-    at[0] = addr + (i << m.page_shift)
-    return error
-
-cdef int touch_range(mm_t *mm, vma_t *v, uint64_t *addr, uint64_t end, bint write, uint64_t *faults) noexcept nogil:
-    cdef mem_t *m = mm.m
-    cdef pgd_t *g = &mm.pgd
-    cdef uint64_t e, table, before
-    cdef uint64_t *entry
-    cdef int level, error = 0
-    cdef int64_t n
-    cdef bint thp = v.file == NULL and not v.flags & VM_HUGETLB and thp_allowed(mm, v)
-    while addr[0] < end:
-        level = 1
-        entry = walk_find(g, addr[0], &level, &table)
-        e = a64_load_acquire(entry)
-        if pte_leaf(e, level):
-            if not entry_allows(e, write):
-                error = handle_mm_fault(mm, v, addr[0], FAULT_FLAG_WRITE if write else 0)
-                faults[0] += 1
-                if error:
-                    return error
-                continue
-            mark_access(entry, PTE_ACCESSED | (PTE_DIRTY | PTE_SOFT_DIRTY if write else 0))
-            addr[0] = level_end(g, addr[0], end, level)
-            continue
-        if v.flags & VM_HUGETLB:
-            error = handle_mm_fault(mm, v, addr[0], FAULT_FLAG_WRITE if write else 0)
-            faults[0] += 1
-            if error:
-                return error
-            continue
-        if thp and e == 0 and leaf_fits(mm, v, addr[0], 1):
-            n = thp_run(mm, v, addr[0], end, write)
-            if n == -EAGAIN:
-                continue
-            if n < 0:
-                return <int>n
-            if n:
-                faults[0] += <uint64_t>n
-                a64_fetch_add_relaxed(&mm.total_faults, <uint64_t>n)
-                addr[0] = min((addr[0] & ~(level_size(g, 1) - 1)) + <uint64_t>n * level_size(g, 1), end)
-                continue
-        if v.file != NULL and e == 0:
-            error = handle_mm_fault(mm, v, addr[0], FAULT_FLAG_WRITE if write else 0)
-            faults[0] += 1
-            if error:
-                return error
-            continue
-        before = faults[0]
-        error = touch_table(mm, v, addr, level_end(g, addr[0], end, 1), write, faults)
-        if error == -EEXIST:
-            error = 0
-        if error:
-            return error
-    return 0

@@ -40,4 +40,5 @@ cdef int file_add_mm(file_t *f, mm_t *mm) noexcept nogil    # takes f.lock; 0, -
 cdef void file_del_mm(file_t *f, mm_t *mm) noexcept nogil
 cdef void file_drop(file_t *f, uint64_t index) noexcept nogil       # one entry out of the cache; nothing maps it any more
 cdef void file_write_page(file_t *f, uint64_t pfn) noexcept nogil   # a dirty page to the disk
+cdef int file_room(file_t *f, uint64_t size) noexcept nogil          # cache and disk for this many bytes; 0, -ENOMEM
 cdef File new_file(Memory mem, uint64_t size, int kind, unsigned order)
