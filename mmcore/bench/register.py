@@ -43,8 +43,8 @@ class Layout:
     heads: np.ndarray
     orders: np.ndarray
     flags: np.ndarray        # kpageflags words
-    mm: object = None        # the address space that has the buffer, or None
-    addr: int = 0
+    mm: object = None        # the address space that maps the pages, and holds them
+    addr: int = 0            # of the buffer in it
 
     def backing(self):
         """Tell what backs the pages: live.Backing."""

@@ -15,6 +15,8 @@ cdef extern from "<sched.h>" nogil:
 
 cdef enum:
     THP_BATCH = 32
+    THP_AHEAD = 16
+    STREAM_FROM = 64            # pages of one run
 
 # ---- entries ------------------------------------------------------------------------------------------------------------
 cdef inline void mark_access(uint64_t *entry, uint64_t bits) noexcept nogil:
@@ -86,6 +88,9 @@ cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write
         if got == 0:
             return 0
         bits = vma_entry_bits(v) | PTE_PSE | PTE_ACCESSED | written_bits(v)
+        for i in range(min(got, <uint64_t>THP_AHEAD)):
+            prefetch_write(&m.map[pfns[i]])
+            prefetch_write(&m.map[pfns[i] + 1])
     else:
         pfns[0] = huge_zero_get(m)
         if pfns[0] == 0:
@@ -96,6 +101,10 @@ cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write
     i = 0
     while i < got and entry[i] == 0:
         if write:
+            # Heads lie 32 KiB apart, in the same set of the caches: more than a few ahead push each other out.
+            if i + THP_AHEAD < got:
+                prefetch_write(&m.map[pfns[i + THP_AHEAD]])
+                prefetch_write(&m.map[pfns[i + THP_AHEAD] + 1])
             huge_anon_init(m, pfns[i], mm.anon_id, page_index(mm, v, at + i * size))
             a64_store_release(&entry[i], (pfns[i] << PTE_PFN_SHIFT) | bits)
         else:
@@ -157,6 +166,18 @@ cdef uint64_t mthp_fault(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t addr) noe
             return ONE << order
     return 0
 
+cdef inline void anon_page_stream(page_t *page, uint64_t flags, uint64_t mapping, uint64_t index) noexcept nogil:
+    """anon_page_init() past the caches; nobody can find the page before stream_end()."""
+    cdef uint64_t *word = <uint64_t *>page
+    stream64(word, flags)
+    stream64(word + 1, 0)           # compound_info
+    stream64(word + 2, 0)           # lru_prev
+    stream64(word + 3, mapping)
+    stream64(word + 4, index)
+    stream64(word + 5, 0)           # private
+    stream64(word + 6, MAPPED_ONCE)
+    stream64(word + 7, 0)           # memcg_data
+
 cdef uint64_t anon_run(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t addr, uint64_t nr, bint write) noexcept nogil:
     """Under the table's lock: fill `nr` entries that are none with base pages. How many it could."""
     cdef mem_t *m = mm.m
@@ -175,6 +196,19 @@ cdef uint64_t anon_run(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t addr, uint6
         k = min(<uint64_t>512, nr - done)
         got = take_pages(m, pfns, k)
         flags = anon_flags(m, pfns[0]) if got else 0
+        if got >= STREAM_FROM:
+            # Their lines are written whole and not looked at again before others push them out: past the caches.
+            for i in range(got):
+                if not one_region:
+                    flags = anon_flags(m, pfns[i])
+                anon_page_stream(&m.map[pfns[i]], flags, mapping, index + done + i)
+            stream_end()
+            for i in range(got):
+                a64_store_release(&entry[done + i], (pfns[i] << PTE_PFN_SHIFT) | bits)
+            done += got
+            if got < k:
+                break
+            continue
         for i in range(got):
             if i + 8 < got:
                 prefetch_write(&m.map[pfns[i + 8]])

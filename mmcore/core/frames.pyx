@@ -114,9 +114,6 @@ cdef uint64_t take_huge(mem_t *m, uint64_t *pfns, uint64_t nr) noexcept nogil:
             if not is_ready(m, r, pfns[got]):
                 fresh[nr_fresh] = pfns[got]
                 nr_fresh += 1
-            else:
-                prefetch_write(&m.map[pfns[got]])
-                prefetch_write(&m.map[pfns[got] + 1])
             got += 1
         pthread_mutex_unlock(&r.lock)
     for i in range(nr_fresh):

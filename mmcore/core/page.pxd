@@ -57,6 +57,8 @@ cdef extern from "atomic.h" nogil:
     void cpu_relax()
     void prefetch_read(const void *p)
     void prefetch_write(const void *p)
+    void stream64(void *p, uint64_t v)
+    void stream_end()
     int ctz64(uint64_t v)
     int clz64(uint64_t v)
     int popcount64(uint64_t v)

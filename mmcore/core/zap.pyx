@@ -211,6 +211,10 @@ cdef void zap_table(zap_t *z, uint64_t table, int level, uint64_t start, uint64_
         next = level_end(g, at, end, level)
         entry = table_at(m, table) + table_index(g, at, level)
         e = a64_load_acquire(entry)
+        if e & PTE_PSE and at + 8 * level_size(g, level) < end and entry[8] & PTE_PSE and (<uint64_t>entry & 0xfff) < 0xfc0:
+            if pte_pfn(entry[8]) < m.nr_ram:
+                prefetch_write(&m.map[pte_pfn(entry[8])])
+                prefetch_write(&m.map[pte_pfn(entry[8]) + 1])
         if e != 0 and not pte_table(e, level):
             table_lock(m, table)
             e = a64_load_relaxed(entry)
