@@ -66,8 +66,12 @@ class PinMachine(Machine):
                 self.faulted(space, pages[:wanted], write, flags)       # all were brought in before one could not move
             return mm, pages.start, None
         assert len(got) <= wanted
-        if not flags & (mmc.FOLL_NOFAULT | mmc.FOLL_DUMP | mmc.FOLL_ANON | mmc.FOLL_NOWAIT):
+        # The fast walk's pages stay when what follows cannot be moved for somebody else's pin.
+        short = flags & mmc.FOLL_LONGTERM and call is mmc.pin_user_pages_fast and self.pins
+        if not short and not flags & (mmc.FOLL_NOFAULT | mmc.FOLL_DUMP | mmc.FOLL_ANON | mmc.FOLL_NOWAIT):
             assert len(got) == wanted, (len(got), wanted)
+        if short and len(got) < wanted:
+            self.faulted(space, pages[:wanted], write, flags)           # brought in, and then refused
         self.faulted(space, pages[:len(got)], write, flags)
         return mm, pages.start, got
 

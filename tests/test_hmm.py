@@ -109,7 +109,7 @@ def test_hugetlb_and_devices(mem, mm):
 def test_errors(mem, mm):
     addr = mm.mmap(4 * PAGE, PROT_READ)
     with refused(mem, MMError, "not writable", errno.EPERM) as caught:
-        mm.touch(addr, PAGE, write=False) if False else hmm_range_fault(mm, addr, 1, V | W)
+        hmm_range_fault(mm, addr, 1, V | W)
     assert caught.value.addr == addr
     with refused(mem, MMError, errno=errno.EFAULT):
         hmm_range_fault(mm, 0x1000, 1, V)

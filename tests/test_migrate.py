@@ -268,6 +268,17 @@ def test_what_cannot_move(mem, mm):
     put_page(page)
 
 
+def test_a_pin_is_not_the_reference_that_moves(mem):
+    folio = folio_alloc(mem, 3, zone="Movable")
+    target = folio_alloc(mem, 3, zone="Normal")
+    folio_put(target)
+    try_grab_folio(folio, 1)
+    folio_put(folio)
+    with refused(mem, MMError, errno=errno.EAGAIN):
+        migrate_folio_longterm(folio)
+    unpin_folio(folio)
+
+
 def test_a_folio_that_nothing_maps_moves(mem):
     folio = folio_alloc(mem, 3, zone="Movable")
     folio_address(folio)[:6] = b"on its"

@@ -132,15 +132,19 @@ class Whole:
         self.held, self.taken = None, []
 
     def before(self):
-        """Release; the buffer of the list goes back to the pool, or, with drain, all that the pool has is taken out."""
+        """Release. The pool of buffers has the list's then, and the one that the release noted freed folios in, which it
+        hardly touched: both are written here. With drain, all that the pool has is taken out."""
         self.taken = []
         if self.held is not None:
             mmc.unpin_user_pages(self.held)
         self.held = None
-        if self.drain:
+        if self.output is mmc.PageList:
             empty = mmc.PageList(self.machine.mem)
             like = mmc.PageList(self.machine.mem, np.full(self.machine.nr, 2, np.uint64))
             self.taken = [like] + [like + empty for _ in range(4)]
+            if not self.drain:
+                del like
+                self.taken = []
 
     def run(self):
         """Take all of it."""
@@ -303,11 +307,11 @@ def base_pages(setup):
 def kernel_row(setup):
     """io_uring's registration of a real buffer of base pages, where it is possible."""
     from mmcore.live import NotPossible, buffer, kernel_register
-    case, name, size = "base pages, a real buffer", "kernel, io_uring", min(setup.base_size, 1 << 30)
+    case, name, size = "base pages, a real buffer", "kernel, io_uring register", min(setup.base_size, 1 << 30)
     try:
         with buffer(size, backing="4k") as real:
             times = kernel_register(real, setup.rounds).register_ns
-        return Row(case, name, size // PAGE, [int(time) for time in times], note="register only; beside the rows above")
+        return Row(case, name, size // PAGE, [int(time) for time in times])
     except (NotPossible, MemoryError, OSError) as reason:
         return Row(case, name, size // PAGE, [], missing=str(reason))
 

@@ -44,6 +44,7 @@ class Layout:
     orders: np.ndarray
     flags: np.ndarray        # kpageflags words
     mm: object = None        # the address space that maps the pages, and holds them
+    addr: int = 0            # of the buffer in it
 
     def backing(self):
         """Tell what backs the pages: live.Backing."""
@@ -119,8 +120,86 @@ def live_layout(snapshot):
     """Build the engine of a capture; returns Layout."""
     engine = snapshot.replay()
     return Layout(
-        engine.mem, engine.pages, snapshot.pfns, snapshot.heads, snapshot.orders, snapshot.flags, engine.mm
+        engine.mem, engine.pages, snapshot.pfns, snapshot.heads, snapshot.orders, snapshot.flags,
+        engine.mm, snapshot.addr,
     )
+
+
+@contextlib.contextmanager
+def model_space(size, backing):
+    """Give (mm, addr): a populated buffer of this backing in an address space of its own."""
+    import mmcore as mmc
+
+    huge = round_up(size, MODEL_HUGE)
+    pool = {MODEL_HUGE: huge // MODEL_HUGE} if backing == "hugetlb" else None
+    room = round_up(huge + huge // 256 + MODEL_SPARE, 4 << 20)
+    with mmc.Memory(room, thp="always" if backing == "thp" else "never", hugetlb=pool) as mem:
+        mm = mmc.MM(mem)
+        kind = mmc.MAP_SHARED if backing == "shmem" else mmc.MAP_PRIVATE
+        hugetlb = mmc.MAP_HUGETLB if backing == "hugetlb" else 0
+        length = huge if backing == "hugetlb" else round_up(size, mem.page_size)
+        addr = mm.mmap(length, flags=kind | mmc.MAP_ANONYMOUS | hugetlb)
+        mm.touch(addr, length)
+        yield mm, addr
+        mm.exit()
+
+
+def acquire_rows(mm, addr, npages, rounds=9):
+    """Acquire a buffer by its addresses and release it; return one dict a way: get, pin, longterm.
+
+    Each is one call of the fast family for the whole buffer, in interleaved rounds; ns are
+    medians, a page; pages is how many it got. Raises MMError where it gets none.
+    """
+    import mmcore as mmc
+
+    ways = {
+        "get": (mmc.get_user_pages_fast, 0, mmc.release_pages),
+        "pin": (mmc.pin_user_pages_fast, 0, mmc.unpin_user_pages),
+        "longterm": (mmc.pin_user_pages_fast, int(mmc.FOLL_LONGTERM), mmc.unpin_user_pages),
+    }
+    mem = mm.mem
+    times = {name: [] for name in ways}
+    updates, got = {}, {}
+    names = list(ways)
+    for turn in range(rounds + 1):      # the first one warms up, and counts
+        for name in names[turn % 3:] + names[:turn % 3]:
+            call, flags, release = ways[name]
+            mem.reset_opstats()
+            start = time.perf_counter_ns()
+            pages = call(mm, addr, npages, int(mmc.FOLL_WRITE) | flags)
+            between = time.perf_counter_ns()
+            if turn == 0:
+                updates[name], got[name] = _updates(mem), len(pages)
+            begin = time.perf_counter_ns()
+            release(pages)
+            end = time.perf_counter_ns()
+            if turn:
+                times[name].append((between - start, end - begin))
+    return [
+        {
+            "acquire": name, "pages": got[name], "updates": updates[name],
+            "acquire_ns_per_page": _median(a for a, _ in times[name]) / got[name],
+            "release_ns_per_page": _median(b for _, b in times[name]) / got[name],
+        }
+        for name in ways
+    ]
+
+
+def acquire_report(layout, live, backing, rounds):
+    """acquire_rows() of the buffer; with a model, of one like it. {"rows", "reason"}."""
+    from mmcore import MMError
+
+    try:
+        if layout.mm is not None:
+            rows = acquire_rows(layout.mm, layout.addr, len(layout.pfns), rounds)
+        elif not live:
+            with model_space(len(layout.pfns) * layout.mem.page_size, backing) as (mm, addr):
+                rows = acquire_rows(mm, addr, len(layout.pfns), rounds)
+        else:
+            return {"rows": [], "reason": "the replayed capture has no address space"}
+    except MMError as error:
+        return {"rows": [], "reason": str(error)}
+    return {"rows": rows, "reason": ""}
 
 
 def release_rows(pages, rounds=9):
@@ -274,7 +353,7 @@ def register(size=256 << 20, backing="thp", *, pid=None, addr=None, length=None,
             return _report(layout, snapshot, buf, backing, rounds,
                            {"reason": why_model, "remedy": remedy})
         finally:
-            layout.pages = None
+            layout.pages = layout.mm = None
             layout.mem.close()
 
 
@@ -299,6 +378,7 @@ def _report(layout, snapshot, buf, backing, rounds, why_model):
         "memlock": _memlock(what.length, snapshot),
         "rounds": rounds,
         "engine": rows,
+        "acquire": acquire_report(layout, live, backing, rounds),
         "pins_left": stats["nr_foll_pin_acquired"] - stats["nr_foll_pin_released"],
     }
     if buf is not None:

@@ -69,6 +69,13 @@ def print_report(report):
     print_table(
         ("release", "pin updates", "pin ns/page", "unpin updates", "unpin ns/page", "vs page"), rows)
     print()
+    if report["acquire"]["rows"]:
+        print("by address, without locks where it is mapped:")
+        print_table(
+            ("acquire", "pages", "updates", "ns/page", "release ns/page"),
+            [(row["acquire"], str(row["pages"]), str(row["updates"]), f"{row['acquire_ns_per_page']:.3f}",
+              f"{row['release_ns_per_page']:.3f}") for row in report["acquire"]["rows"]])
+        print()
     print_fields(_kernel_fields(kernel))
 
 

@@ -1,11 +1,14 @@
 """Arguments and errors of the get and pin families."""
 from libc.errno cimport EAGAIN, EEXIST, EFAULT, EINVAL, ENOMEM
 from mmcore.core.gup_walk cimport *
-from mmcore.core.space cimport vma_t, FILE_EXT4
+from mmcore.core.space cimport pthread_rwlock_t, pthread_rwlock_unlock, vma_t
 from mmcore.core.vma cimport vma_lookup
 
 from .errors import InvalidArgument, MMError
 from .folio import FOLL
+
+cdef extern from "<pthread.h>" nogil:
+    int pthread_rwlock_tryrdlock(pthread_rwlock_t *)
 
 cdef str names(unsigned bits):
     return " | ".join(["FOLL_" + flag.name for flag in FOLL if flag.value & bits]) or hex(bits)
@@ -65,14 +68,19 @@ _WORDS = {
 }
 
 cdef object gup_error(MM mm, const gup_t *w, str call):
-    cdef uint64_t addr = w.addr
+    cdef uint64_t addr = w.addr, start = 0, end = 0
     cdef int error = -w.error if w.error < 0 else EFAULT
     cdef vma_t *v
     where = ""
-    if mm.mm != NULL and not mm.mm.exited:
-        v = vma_lookup(mm.mm, addr)
+    # Not waited for: whoever holds it may want the GIL, which we have. Then the mapping is not named.
+    if mm.mm != NULL and pthread_rwlock_tryrdlock(&mm.mm.mmap_lock) == 0:
+        v = vma_lookup(mm.mm, addr) if not mm.mm.exited else NULL
         if v != NULL:
-            where = f" in the mapping {v.start:#x}-{v.end:#x}"
+            start = v.start
+            end = v.end
+        pthread_rwlock_unlock(&mm.mm.mmap_lock)
+        if end:
+            where = f" in the mapping {start:#x}-{end:#x}"
     why = _WORDS.get(w.why, "it could not be taken")
     pfn = w.bad_pfn if w.bad_pfn else None
     if pfn is not None and w.why not in (WHY_HWPOISON, WHY_P2PDMA, WHY_REFS, WHY_MIGRATE, WHY_COHERENT, WHY_NO_MEMORY):

@@ -8,7 +8,7 @@ from mmcore.core.space cimport FILE_SECRETMEM, FILE_TMPFS, MMF_HAS_PINNED, mm_t
 
 cdef enum:
     AHEAD = 64                  # entries whose struct pages are fetched in advance
-    AHEAD_LEAVES = 12           # also beyond the end of the range: who asks for 512 pages will ask for the next
+    AHEAD_LEAVES = 24           # also beyond the end of the range: who asks for 512 pages will ask for the next
 
 cdef inline uint64_t needed_bits(const gup_t *w) noexcept nogil:
     """What an entry must have for the access (pte_access_permitted)."""

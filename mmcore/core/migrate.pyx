@@ -183,6 +183,8 @@ cdef int try_move(move_t *v, uint64_t to, file_t *f) noexcept nogil:
     cdef uint32_t expected
     if <int64_t>v.nr_places != folio_mapcount_of(old) or test_flag(old, PG_writeback):
         return -EAGAIN
+    if v.nr > 1 and pincount_load(old) != 0:
+        return -EAGAIN          # what the caller holds is a pin
     refs = v.nr_places + (v.nr if f != NULL else 0)
     expected = <uint32_t>refs + 1
     # A pin may be the caller's one reference: then the count is as expected, and the folio stays all the same.
