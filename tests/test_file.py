@@ -366,3 +366,18 @@ def test_mlock_limit(mem):
             mm.madvise(a + 2 * PAGE, PAGE, mmc.MADV_DONTNEED)
     with MM(mem, rlimit_memlock=0, cap_ipc_lock=True) as mm:
         mm.mmap(PAGE, flags=flags)
+
+
+@pytest.mark.parametrize("advice", [mmc.MADV_PAGEOUT, mmc.MADV_DONTNEED])
+def test_advice_on_a_part_of_a_leaf_over_base_pages_of_a_device(advice):
+    #   leaf 0..511 of pages that count no mappings      advice on 1..2      ->      the leaf goes, the next access maps it
+    with Memory("64M", devices=[DevicePages("8M", align="2M", compound=False)]) as mem:
+        mm = MM(mem)
+        addr = mm.mmap(8 << 20, flags=mmc.MAP_SHARED, file=File(mem, "8M", kind="devdax", device=mem.devices[0]))
+        mm.touch(addr, 8 << 20)
+        mm.write(addr, b"kept")
+        mm.madvise(addr + 4096, 8192, advice)
+        mem.check()
+        assert mm.read(addr, 4) == b"kept"
+        mm.exit()
+        mem.check()

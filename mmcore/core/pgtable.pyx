@@ -190,10 +190,13 @@ cdef void tables_free(pgd_t *g, dead_t *dead) noexcept nogil:
 
 cdef void pgd_destroy(pgd_t *g) noexcept nogil:
     cdef dead_t dead
-    if g.top == 0:
+    cdef uint64_t top = g.top
+    if top == 0:
         return
     dead.first = dead.nr = 0
     tables_unlink(g, &dead, 0, task_size(g), 0, ONE << 63)
     tables_free(g, &dead)
-    table_discard(g, g.top)
-    g.top = 0
+    # The top table too goes only after the walkers that may have seen it; later ones find frame 0, which reads as empty.
+    a64_store_release(&g.top, 0)
+    pgd_synchronize(g)
+    table_discard(g, top)

@@ -259,6 +259,14 @@ cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
         table_discard(g, new)
         return 0
     pfn = pte_pfn(e)
+    if not e & PTE_SPECIAL and not counts_mappings(m, pfn):
+        # Base pages of a device behind a leaf: nothing counts them there, and PTEs would. The leaf goes, as the kernel lets
+        # leaves of files go, and the next access maps them again.
+        a64_store_release(entry, 0)
+        table_used(m, table)[0] -= 1
+        table_unlock(m, table)
+        table_discard(g, new)
+        return 0
     if e & PTE_SPECIAL and pfn == m.huge_zero_pfn:
         for i in range(nr):
             pte[i] = (m.zero_pfn << PTE_PFN_SHIFT) | (e & ~(PTE_PFN_MASK | PTE_PSE))
