@@ -180,6 +180,8 @@ int64_t peer_run(struct page *map, const uint64_t *pfns, uint64_t n, uint64_t ze
 		count = j - i;
 		if (count >= SHORT_GROUP && j + 2 * count < n) {
 			at = pfns[j + 2 * count];
+			prefetch_read(&map[at]);
+			at &= ~(nr_pages - 1);
 			prefetch_write(&map[at]);
 			prefetch_write(&map[at + 1]);
 		}
