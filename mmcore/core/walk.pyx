@@ -127,10 +127,12 @@ cdef inline uint64_t look_far(const page_t *map, const uint64_t *pfns, uint64_t 
     return next
 
 cdef inline void look_two_groups_on(const page_t *map, const uint64_t *pfns, uint64_t i, uint64_t n, const group_t *g) noexcept nogil:
-    """Prefetch head and tail 1 of the folio two groups on, if the list goes on as it did; entry i starts a group."""
+    """Prefetch the entry two groups on, and head and tail 1 of its folio, if the list goes on as it did; i starts a group."""
     cdef uint64_t at
     if i + 2 * g.count < n:
-        at = pfns[i + 2 * g.count] & ~(g.nr_pages - 1)
+        at = pfns[i + 2 * g.count]
+        prefetch_read(&map[at])
+        at &= ~(g.nr_pages - 1)
         prefetch_write(&map[at])
         prefetch_write(&map[at + 1])
 
@@ -265,6 +267,51 @@ cdef uint64_t plain_run(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *w
     w.merged += i - small - large
     return i
 
+cdef uint64_t plain_range(page_t *map, uint64_t pfn, uint64_t n, walk_t *w) noexcept nogil:
+    cdef uint64_t i = 0, small = 0, large = 0, word, start, skip = w.skip
+    cdef group_t g
+    g.count = 1
+    while i < n:
+        start = i
+        while i < n and not a64_load_relaxed(&map[pfn + i].compound_info) & 1 and not page_is_head(&map[pfn + i]):
+            if mm_likely(i + FAR < n):
+                prefetch_write(&map[pfn + i + FAR])
+            if mm_unlikely(pfn + i == skip or not unpin_small(&map[pfn + i])):
+                break
+            i += 1
+        small += i - start
+        start = large
+        while i < n:
+            word = a64_load_relaxed(&map[pfn + i].compound_info)
+            if word & 1:
+                g.nr_pages = ONE << tail_word_order(word)
+            elif page_is_head(&map[pfn + i]):
+                g.nr_pages = ONE << (a64_load_relaxed(&as_folio(&map[pfn + i])._flags_1) & 0xff)
+            else:
+                break
+            g.head = (pfn + i) & ~(g.nr_pages - 1)
+            g.count = remaining_pages(g.head, g.nr_pages, pfn + i, n - i)
+            look_along(map, pfn, i, n, &g)
+            if mm_unlikely(g.head == skip or not unpin_large(&map[g.head], g.count)):
+                break
+            large += 1
+            i += g.count
+        if large == start:
+            break
+    w.large += large
+    w.merged += i - small - large
+    return i
+
+# Called through pointers that the compiler cannot see through: merged into their callers, the loops would compete for
+# registers, and which of them loses changes with every line around them.
+ctypedef uint64_t (*list_walk)(page_t *map, const uint64_t *pfns, uint64_t n, walk_t *w) noexcept nogil
+ctypedef uint64_t (*range_walk)(page_t *map, uint64_t pfn, uint64_t n, walk_t *w) noexcept nogil
+cdef list_walk plain_lists[3]
+cdef range_walk plain_ranges = plain_range
+plain_lists[<int>GEN_RUN] = plain_run
+plain_lists[<int>GEN_HEAD] = plain_head
+plain_lists[<int>GEN_PAGE] = plain_page
+
 cdef uint64_t release_list(batch_t *b, const uint64_t *pfns, uint64_t n, int gen) noexcept nogil:
     cdef uint64_t i = 0
     cdef group_t g
@@ -272,12 +319,7 @@ cdef uint64_t release_list(batch_t *b, const uint64_t *pfns, uint64_t n, int gen
     walk_begin(b, &w)
     while i < n:
         if w.plain:
-            if gen == GEN_RUN:
-                i += plain_run(w.map, pfns + i, n - i, &w)
-            elif gen == GEN_HEAD:
-                i += plain_head(w.map, pfns + i, n - i, &w)
-            else:
-                i += plain_page(w.map, pfns + i, n - i, &w)
+            i += plain_lists[gen](w.map, pfns + i, n - i, &w)
             if i == n:
                 break
         elif gen == GEN_RUN and i + FAR < n:
@@ -301,6 +343,10 @@ cdef uint64_t release_range(batch_t *b, uint64_t pfn, uint64_t n) noexcept nogil
     cdef walk_t w
     walk_begin(b, &w)
     while i < n:
+        if w.plain:
+            i += plain_ranges(w.map, pfn + i, n - i, &w)
+            if i == n:
+                break
         next_in_range(w.map, pfn + i, n - i, &g)
         look_along(w.map, pfn, i, n, &g)
         if g.nr_pages > 1:
