@@ -40,4 +40,4 @@ check-tools:
 	@command -v $${CC:-cc} >/dev/null || { echo "no C compiler: install one (Debian: apt-get install gcc libc6-dev)" >&2; exit 1; }
 
 clean:
-	rm -rf build mmcore/core/*.c mmcore/core/*.so
+	rm -rf build mmcore/core/*.c mmcore/core/*.so mmcore/drivers/*.c mmcore/drivers/*.so
