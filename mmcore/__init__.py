@@ -52,6 +52,8 @@ from .drivers.bio import *
 from .drivers.bio import __all__ as _bio
 from .drivers.ibaccess import *
 from .drivers.ibaccess import __all__ as _ibaccess
+from .drivers.iouring import *
+from .drivers.iouring import __all__ as _iouring
 from .drivers.iov import *
 from .drivers.iov import __all__ as _iov
 from .drivers.mr import *
@@ -65,6 +67,6 @@ from .ledger import PinLedger
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
            "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "PinLedger", "VM", "VMA", "Zone", "folio_address",
-           "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_ibaccess, *_iommu, *_iov, *_lock, *_look,
-           *_memfd, *_migrate, *_mr, *_output, *_pagelist, *_scatterlist, *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit,
+           "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_ibaccess, *_iommu, *_iouring, *_iov, *_lock,
+           *_look, *_memfd, *_migrate, *_mr, *_output, *_pagelist, *_scatterlist, *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit,
            *_space, *_umem, *_umem_blocks, *_unpin]
