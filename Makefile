@@ -18,6 +18,7 @@ test: build
 bench: build
 	$(PY) benchmarks/bench_unpin.py
 	$(PY) benchmarks/bench_sg.py
+	$(PY) benchmarks/bench_mr.py
 
 # Incremental: Cython and the compiler see only what changed.
 build: setup
