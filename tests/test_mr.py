@@ -152,3 +152,35 @@ def test_wrong_domains():
             ProtectionDomain(device, space)
     with pytest.raises(InvalidArgument):
         ProtectionDomain(dev, MM(Memory("16M")))
+
+
+def test_threads_register_the_same_pages():
+    import threading
+    mem, mm, dev = machine(thp="always", iommu=True)
+    addr = mapped(mm, 4 << 20)
+    tables = [BufferTable(mm) for _ in range(2)]
+    failed = []
+
+    def regions(acquire, release):
+        try:
+            with ProtectionDomain(dev, mm) as pd:
+                for i in range(40):
+                    with pd.reg_mr(addr + i * PAGE, (4 << 20) - 2 * i * PAGE, RW, acquire=acquire, release=release) as mr:
+                        assert mr.umem.num_pages == 1024 - 2 * i
+        except BaseException as error:
+            failed.append(error)
+
+    def buffers(table):
+        try:
+            for i in range(40):
+                table.register([(addr + i * PAGE, 2 << 20), (addr, 100)])
+                table.unregister()
+        except BaseException as error:
+            failed.append(error)
+    threads = [threading.Thread(target=regions, args=pair) for pair in (("sink", "range"), ("list", "array"), ("list", "page"))]
+    threads += [threading.Thread(target=buffers, args=(table,)) for table in tables]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not failed and pins(mem) == mm.pinned_vm == dev.mappings == 0 and dev.iova_ranges == []
+    assert dev.domain.stats["leaves"] == 0
+    mem.check()

@@ -211,6 +211,17 @@ def test_T67_the_zero_page_is_neither_pinned_nor_dropped(release):
     mem, mm, dev = machine()
     zero = mem.folio(mem.zero_page.pfn)
     count = zero.refcount
+    # Pinned short-term, the zero page stays what it is: a table with it, of one page each before and after.
+    addr = mapped(mm, 3 * PAGE)
+    mm.munmap(addr + PAGE, PAGE)
+    mm.mmap(PAGE, addr=addr + PAGE, flags=MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED)
+    mm.touch(addr + PAGE, PAGE, write=False)
+    assert mm.page_at(addr + PAGE).pfn == zero.pfn
+    pages = pin_user_pages(mm, addr, 3)
+    assert pages.pfns[1] == zero.pfn and zero.refcount == count
+    for page in pages:
+        unpin_user_page_range_dirty_lock(page, 1, True)
+    assert zero.refcount == count and not zero.dirty
     ro = mm.mmap(4 * PAGE, prot=PROT_READ)
     mm.touch(ro, 4 * PAGE, write=False)
     umem = ib_umem_get(dev, mm, ro, 4 * PAGE, RO)
@@ -417,6 +428,41 @@ def test_copy_from():
     for offset, length in ((4 * PAGE + 1, 0), (0, 4 * PAGE + 1), (4 * PAGE, 1), (1, TOP - 1)):
         with pytest.raises(InvalidArgument):
             ib_umem_copy_from(umem, offset, length)
+    ib_umem_release(umem)
+
+
+@pytest.mark.slow
+def test_T59_copies_of_two_gigabytes_and_more():
+    import mmap
+    size = (2 << 30) + PAGE
+    mem, mm, dev = machine("2200M", thp="always")
+    addr = mm.mmap(size)
+    mm.write(addr + size - 4, b"last")
+    umem = ib_umem_get(dev, mm, addr, size, RO)
+    with mmap.mmap(-1, size) as out:
+        assert ib_umem_copy_from(umem, 0, size, into=out) is out and out[-4:] == b"last" and out[:4] == bytes(4)
+    ib_umem_release(umem)
+
+
+def test_T59_copies_into_a_buffer():
+    mem, mm, dev = machine()
+    addr = mapped(mm, 2 * PAGE)
+    mm.write(addr, b"abcd")
+    umem = ib_umem_get(dev, mm, addr + 1, PAGE, RO)
+    out = bytearray(3)
+    assert ib_umem_copy_from(umem, 0, 3, into=out) is out and out == b"bcd"
+    with pytest.raises(InvalidArgument, match="3 bytes, not 4"):
+        ib_umem_copy_from(umem, 0, 4, into=out)
+    with pytest.raises(TypeError):
+        ib_umem_copy_from(umem, 0, 3, into=5)
+    ib_umem_release(umem)
+
+
+def test_T71_a_direct_mapping_has_a_segment_an_entry():
+    mem, mm, dev = machine()
+    umem = ib_umem_get(dev, mm, scattered(mm, 40), 40 * PAGE, RW)
+    assert umem.sgt.nents == umem.sgt.orig_nents > 1
+    assert [int(row["dma_address"]) for row in umem.sgt.entries] == [pfn * PAGE for pfn, _, _ in rows(umem.sgt)]
     ib_umem_release(umem)
 
 

@@ -512,13 +512,18 @@ def ib_umem_dma_offset(umem, pgsz):
     return ib_umem_start_dma_addr(umem) & (pgsz - 1)
 
 
-def ib_umem_copy_from(umem, offset, length):
-    """Return `length` bytes of the umem from `offset` on. Raises InvalidArgument beyond its end. In 64 bits (T59)."""
+def ib_umem_copy_from(umem, offset, length, *, into=None):
+    """Return `length` bytes of the umem from `offset` on, or copy them into a writable buffer of that length.
+
+    Raises InvalidArgument beyond its end. Counts in 64 bits (T59).
+    """
     cdef IBUmem u = live_umem(umem)
     cdef uint64_t at = count_arg(offset, "offset", 0, ~<uint64_t>0), n = count_arg(length, "length", 0, ~<uint64_t>0)
     if at > u.length or n > u.length - at:
         raise InvalidArgument(f"{n} bytes at offset {at} leave the umem of {u.length} bytes", addr=u.address)
-    out = bytearray(n)
+    out = bytearray(n) if into is None else memoryview(into).cast("B")
+    if <uint64_t>len(out) != n:
+        raise InvalidArgument(f"into= has {len(out)} bytes, not {n}")
     if n and sg_pcopy_to_buffer(u.sgt, out, at + ib_umem_offset(u)) != n:
         raise InvalidArgument(f"the table has fewer than {at + n} bytes", addr=u.address)
-    return bytes(out)
+    return bytes(out) if into is None else into
