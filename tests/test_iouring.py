@@ -330,6 +330,29 @@ def test_clones_share_buffers_and_pins():
     assert pins(mem) == 0 == mm.pinned_vm
 
 
+def test_tables_that_share_buffers_end_at_once():
+    import threading
+    mem, mm = thp()
+    addr = mapped(mm, 2 * HUGE)
+    for _ in range(30):
+        tables = [BufferTable(mm) for _ in range(4)]
+        tables[0].register([(addr + i * PAGE, HUGE) for i in range(8)])
+        for table in tables[1:]:
+            table.clone(tables[0])
+        start = threading.Barrier(4)
+
+        def end(table):
+            start.wait()
+            table.unregister()
+            table.register([(addr, 2 * HUGE)])
+            table.unregister()
+        threads = [threading.Thread(target=end, args=(table,)) for table in tables]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        assert pins(mem) == mm.pinned_vm == 0 and all(table.charged == 0 for table in tables)
+    mem.check()
+
+
 def test_the_ledger_names_what_stays_registered():
     mem, mm = thp()
     addr = mapped(mm, 2 * HUGE)

@@ -510,6 +510,33 @@ def test_output_all_or_nothing():
     assert nth > 1 and pins(mem) == 600
 
 
+@pytest.mark.parametrize("to", ["umem", "new table", "table with entries"])
+def test_a_leaf_that_is_cut_by_a_failure(to):
+    #   a leaf of 512 pages, an entry a page: chunks of 128 slots fail in its middle
+    hit = 0
+    for nth in range(1, 20):
+        mem, mm, dev = machine(thp="always", max_seg_size=PAGE)
+        addr = mapped(mm, 2 * HUGE)
+        table = SGAppendTable(mem, max_segment=PAGE)
+        if to == "table with entries":
+            pin_user_pages(mm, addr, 130, output=table)
+        before, kept = rows(table), pins(mem)
+        with mem.inject("sg", nth):
+            try:
+                if to == "umem":
+                    ib_umem_release(ib_umem_get(dev, mm, addr, 2 * HUGE, RW))
+                else:
+                    pin_user_pages_fast(mm, addr, 1024, output=table)
+                break
+            except MMError as error:
+                assert error.errno == errno.ENOMEM
+                hit += 1
+        assert rows(table) == before and pins(mem) == kept and mm.pinned_vm == 0
+        table.check()
+        mem.check()
+    assert hit >= 5
+
+
 def test_output_tables_that_cannot_take_it():
     mem, mm, _ = machine()
     addr = mapped(mm, 8 * PAGE)

@@ -213,7 +213,7 @@ cdef bint more_slots(uses_t *s) noexcept nogil:
     s[0] = new
     return True
 
-cdef int64_t use_folios(mem_t *m, uses_t *s, const buffer_t *u, uint64_t most, uint64_t *visited) noexcept nogil:
+cdef int64_t use_folios(mem_t *m, uses_t *s, const buffer_t *u, uint64_t *visited) noexcept nogil:
     """Count a buffer's visits in; the pages to charge for it, or -ENOMEM. `visited`: large groups that were counted."""
     cdef uint64_t i, at, pfn, n, pages = 0
     cdef group_t g
@@ -262,6 +262,9 @@ cdef uint64_t unuse_folios(mem_t *m, uses_t *s, const buffer_t *u, uint64_t visi
 # ---- accounting -----------------------------------------------------------------------------------------------------------
 _users = weakref.WeakKeyDictionary()    # Memory: {user: pages locked by io_uring}
 _users_lock = threading.Lock()
+# A clone shares buffers, and what they count for, with tables that have locks of their own. Order: a table's lock, this one,
+# _users_lock.
+_shared_lock = threading.Lock()
 
 cdef class Charges:
     """What the buffers that one table registered count for; clones of them too."""
@@ -451,16 +454,27 @@ cdef RegisteredBuffer new_buffer(Charges charges, object what):
     else:
         pin_user(mm, addr & ~(page - 1), buf.u.nr_pages, &buf.u)
     buf.u.nr_bvecs = buf.u.nr_pages
-    mm.mem.enter()
-    with nogil:
-        buf.u.coalesced = buf.u.nr_pages > 1 and check_coalesce(m.map, &buf.u, &nr_folios, &folio_pages, &head_pages, &first_idx) \
-            and folio_pages > 1
-        if buf.u.coalesced:
-            drop_surplus(m, &buf.u)
-            buf.u.nr_bvecs = nr_folios
-        # The kernel's descriptor.
-        pages = -ENOMEM if inject_fails(m, INJECT_ALLOC) else use_folios(m, &charges.uses, &buf.u, 0, &visits)
-    mm.mem.leave()
+    with _shared_lock:
+        mm.mem.enter()
+        with nogil:
+            buf.u.coalesced = buf.u.nr_pages > 1 and check_coalesce(m.map, &buf.u, &nr_folios, &folio_pages, &head_pages, &first_idx) \
+                and folio_pages > 1
+            if buf.u.coalesced:
+                drop_surplus(m, &buf.u)
+                buf.u.nr_bvecs = nr_folios
+            # The kernel's descriptor.
+            pages = -ENOMEM if inject_fails(m, INJECT_ALLOC) else use_folios(m, &charges.uses, &buf.u, &visits)
+        mm.mem.leave()
+        try:
+            if pages < 0:
+                raise MMError(_errno.ENOMEM, "no memory for the descriptor of a buffer", addr=addr)
+            charges.charge(<uint64_t>pages, addr)
+        except BaseException:
+            unuse_folios(m, &charges.uses, &buf.u, visits)
+            drop_quietly(m, &buf.u)
+            raise
+        charges.nr_buffers += 1
+    buf.acct_pages = <uint64_t>pages
     buf.folio_shift = m.page_shift
     buf.offset = addr & (page - 1)
     if buf.u.coalesced:
@@ -468,16 +482,6 @@ cdef RegisteredBuffer new_buffer(Charges charges, object what):
             buf.folio_shift += 1
         # By the page's place in its folio; the address says nothing about that (T73).
         buf.offset += first_idx << m.page_shift
-    try:
-        if pages < 0:
-            raise MMError(_errno.ENOMEM, "no memory for the descriptor of a buffer", addr=addr)
-        charges.charge(<uint64_t>pages, addr)
-    except BaseException:
-        unuse_folios(m, &charges.uses, &buf.u, visits)
-        drop_quietly(m, &buf.u)
-        raise
-    buf.acct_pages = <uint64_t>pages
-    charges.nr_buffers += 1
     if mm_unlikely(pin_watchers):
         tell_bvecs(buf, 1)
     return buf
@@ -569,7 +573,7 @@ cdef object release_buffers(Memory mem, list buffers):
             if count != charges.nr_buffers:
                 for buf in buffers:
                     if buf.charges is charges:
-                        use_folios(m, &charges.uses, &buf.u, 0, &gone)
+                        use_folios(m, &charges.uses, &buf.u, &gone)
         if mm_unlikely(pin_watchers):
             for buf in buffers:
                 tell_bvecs(buf, 1)
@@ -774,21 +778,23 @@ class BufferTable:
 
     @staticmethod
     def _put(buffers):
-        for buf in buffers:
-            if buf is not None:
-                (<RegisteredBuffer>buf).refs += 1
+        with _shared_lock:
+            for buf in buffers:
+                if buf is not None:
+                    (<RegisteredBuffer>buf).refs += 1
 
     def _drop(self, buffers):
         """Take buffers out of this table; those that no other one has are released. One in several slots counts for each."""
         cdef RegisteredBuffer buf
-        dying = []
-        for buf in buffers:
-            if buf is not None and buf.refs <= 1:
-                dying.append(buf)
-        release_buffers(self.mm.mem, dying)
-        for buf in buffers:
-            if buf is not None and buf.refs:
-                buf.refs -= 1
+        with _shared_lock:
+            dying = []
+            for buf in buffers:
+                if buf is not None and buf.refs <= 1:
+                    dying.append(buf)
+            release_buffers(self.mm.mem, dying)
+            for buf in buffers:
+                if buf is not None and buf.refs:
+                    buf.refs -= 1
 
     def __enter__(self):
         return self
