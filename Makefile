@@ -19,6 +19,8 @@ bench: build
 	$(PY) benchmarks/bench_unpin.py
 	$(PY) benchmarks/bench_sg.py
 	$(PY) benchmarks/bench_gup.py
+	$(PY) benchmarks/bench_mm.py
+	$(PY) benchmarks/bench_mr.py
 
 # Incremental: Cython and the compiler see only what changed.
 build: setup
@@ -41,4 +43,4 @@ check-tools:
 	@command -v $${CC:-cc} >/dev/null || { echo "no C compiler: install one (Debian: apt-get install gcc libc6-dev)" >&2; exit 1; }
 
 clean:
-	rm -rf build mmcore/core/*.c mmcore/core/*.so
+	rm -rf build mmcore/core/*.c mmcore/core/*.so mmcore/drivers/*.c mmcore/drivers/*.so

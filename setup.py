@@ -1,4 +1,4 @@
-"""Build the Cython core: one extension a noun of mmcore/core, in parallel, with the flags its loops need."""
+"""Build the Cython parts: one extension a noun of mmcore/core and mmcore/drivers, in parallel, with the flags they need."""
 import os
 from pathlib import Path
 
@@ -36,14 +36,14 @@ class parallel_build_ext(build_ext):
 
 extensions = [
     Extension(
-        "mmcore.core." + path.stem,
+        ".".join(path.with_suffix("").parts),
         [str(path)],
         depends=HEADERS,
         include_dirs=[str(CORE)],
         extra_compile_args=CFLAGS,
         extra_link_args=LDFLAGS,
     )
-    for path in sorted(CORE.glob("*.pyx"))
+    for path in sorted(CORE.glob("*.pyx")) + sorted(Path("mmcore/drivers").glob("*.pyx"))
 ]
 
 # The Makefile installs the metadata alone (in place) and lets `build_ext --inplace` do the compiling, once.

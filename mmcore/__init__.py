@@ -39,6 +39,7 @@ from .core.sgcopy import *
 from .core.sgcopy import __all__ as _sgcopy
 from .core.sgdraw import *
 from .core.sgdraw import __all__ as _sgdraw
+from .core import sgoutput as _sgoutput     # makes SGAppendTable an output of the pinning calls
 from .core.sgiter import *
 from .core.sgiter import __all__ as _sgiter
 from .core.sgsplit import *
@@ -49,13 +50,23 @@ from .core.unpin import *
 from .core.unpin import __all__ as _unpin
 from .drivers.bio import *
 from .drivers.bio import __all__ as _bio
+from .drivers.ibaccess import *
+from .drivers.ibaccess import __all__ as _ibaccess
+from .drivers.iouring import *
+from .drivers.iouring import __all__ as _iouring
 from .drivers.iov import *
 from .drivers.iov import __all__ as _iov
+from .drivers.mr import *
+from .drivers.mr import __all__ as _mr
+from .drivers.umem import *
+from .drivers.umem import __all__ as _umem
+from .drivers.umem_blocks import *
+from .drivers.umem_blocks import __all__ as _umem_blocks
 from .ledger import PinLedger
 
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
            "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "PinLedger", "VM", "VMA", "Zone", "folio_address",
-           "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_iommu, *_iov, *_lock, *_look, *_memfd,
-           *_migrate, *_output, *_pagelist, *_scatterlist, *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit, *_space,
-           *_unpin]
+           "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_ibaccess, *_iommu, *_iouring, *_iov, *_lock,
+           *_look, *_memfd, *_migrate, *_mr, *_output, *_pagelist, *_scatterlist, *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit,
+           *_space, *_umem, *_umem_blocks, *_unpin]

@@ -18,10 +18,24 @@ Pin = namedtuple("Pin", "holder folio count site")
 Pin.__doc__ = """Pins that are still held: the tag they were taken under, the Folio, how many, "file:line" of the call."""
 
 
+_drivers = threading.local()
+
+
+@contextlib.contextmanager
+def holding(holder):
+    """Book what this thread pins inside on a driver's object, by its name, whatever tags ledgers have. For drivers."""
+    before, _drivers.holder = getattr(_drivers, "holder", None), holder
+    try:
+        yield
+    finally:
+        _drivers.holder = before
+
+
 class PinLedger:
     """Record who takes and who drops pins on a Memory: `with PinLedger(mem) as ledger: ...`.
 
-    Pins taken inside `with ledger.tag("name"):` belong to that holder, by thread. A release is booked on the holder whose
+    Pins taken inside `with ledger.tag("name"):` belong to that holder, by thread; memory regions and io_uring buffers hold
+    theirs under their own names. A release is booked on the holder whose
     tag is active, when it has pins of the folio, else on whoever took its latest ones; pins that were taken before the
     ledger began are not its business. While no ledger is active, acquiring and releasing calls pay one look at an integer.
     """
@@ -59,6 +73,9 @@ class PinLedger:
             stack.pop()
 
     def _holder(self):
+        driver = getattr(_drivers, "holder", None)
+        if driver is not None:
+            return driver
         stack = getattr(self._tags, "stack", None)
         return stack[-1] if stack else _NOBODY
 

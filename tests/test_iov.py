@@ -360,3 +360,56 @@ def test_a_table_is_as_it_was_after_a_refusal(mem):
     assert sgt.nents == 0 and snapshot(sgt)[1:] == before[1:] and it.count == 20
     with pytest.raises(InvalidArgument):
         iov_iter_extract_pages(iov_iter_ubuf(ITER_DEST, VA, 10), 10, 1, pin=lambda *args: PageList(mem))
+
+
+def test_bvecs_are_pieces_of_folios():
+    #   | folio A: pages 1..3 | A: page 0 | B (order 0), behind A in memory | C |
+    mem = mmc.Memory("16M")
+    a = mmc.folio_alloc_at(mem, 64, 2).pfn
+    b, c = mmc.folio_alloc_at(mem, 68, 0).pfn, mmc.folio_alloc_at(mem, 90, 0).pfn
+    pfns = [a + 1, a + 2, a + 3, b, a, c]
+
+    def pin(addr, nr, flags):
+        pages = mmc.PageList(mem, pfns[addr // PAGE - 16:][:nr])
+        mmc.grab_pages(pages)
+        return pages
+    it = iov_iter_ubuf(mmc.ITER_DEST, 16 * PAGE + 100, 6 * PAGE - 200)
+    got, bvecs = mmc.iov_iter_extract_bvecs(it, 1 << 30, 16, mem=mem, pin=pin)
+    assert got == 6 * PAGE - 200 and it.count == 0
+    assert [(page.pfn, offset, length) for page, offset, length in bvecs] == [
+        (a + 1, 100, 3 * PAGE - 100), (b, 0, PAGE), (a, 0, PAGE), (c, 0, PAGE - 100)]
+    bio = Bio(mem)
+    bio.bvecs = [[page.pfn, offset, length] for page, offset, length in bvecs]
+    bio_release_pages(bio)
+    released(mem)
+
+
+def test_bvecs_stop_where_the_device_map_changes():
+    mem = mmc.Memory("16M", devices=(mmc.DevicePages("2M"),))
+    device, small = mem.devices[0].start_pfn, mmc.alloc_page(mem).pfn
+
+    def pin(addr, nr, flags):
+        pages = mmc.PageList(mem, [small, device, device + 1][:nr])
+        mmc.grab_pages(pages)
+        return pages
+    it = iov_iter_ubuf(mmc.ITER_SOURCE, 16 * PAGE, 3 * PAGE)
+    got, bvecs = mmc.iov_iter_extract_bvecs(it, 1 << 30, 16, mem=mem, pin=pin)
+    assert got == PAGE and [page.pfn for page, *_ in bvecs] == [small] and it.count == 2 * PAGE
+    stat = mem.vmstat()
+    assert stat["nr_foll_pin_acquired"] - stat["nr_foll_pin_released"] == 1
+    mmc.unpin_user_page(mem.page(small))
+    released(mem)
+
+
+def test_bvecs_that_cannot_be():
+    mem = mmc.Memory("16M")
+    page = mmc.alloc_page(mem)
+    for it, mask, error, number in (
+            (iov_iter_ubuf(mmc.ITER_DEST, 16 * PAGE, 0), 0, MMError, 14), (mmc.iov_iter_discard(mmc.ITER_DEST, 9), 0, MMError, 14),
+            (iov_iter_ubuf(mmc.ITER_DEST, 16 * PAGE + 2, 512), 3, InvalidArgument, 22),
+            (mmc.iov_iter_bvec(mmc.ITER_DEST, [(page, 0, 510)]), 511, InvalidArgument, 22)):
+        with pytest.raises(error) as caught:
+            mmc.iov_iter_extract_bvecs(it, 1 << 20, 4, mem=mem, pin=None, mem_align_mask=mask)
+        assert caught.value.errno == number
+    got, bvecs = mmc.iov_iter_extract_bvecs(mmc.iov_iter_bvec(mmc.ITER_DEST, [(page, 512, 512)]), 1 << 20, 4, mem=mem, mem_align_mask=511)
+    assert got == 512 and bvecs == [(page, 512, 512)] and page.refcount == 1

@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 
-VERBS = ("register",)          # one module of this package each
+VERBS = ("register", "mr-test")        # one module of this package each: mr-test is mr_test.py
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -55,7 +55,7 @@ def _parser():
     parser.add_argument("--version", action="version", version=f"mmcore {_version()}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
     for name in VERBS:
-        module = importlib.import_module(f"{__name__}.{name}")
+        module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
         verb = verbs.add_parser(name, help=module.HELP, description=module.__doc__.strip())
         verb.add_argument("--json", action="store_true", help="print JSON")
         module.add_arguments(verb)

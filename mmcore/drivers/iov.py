@@ -18,7 +18,7 @@ from ..core.unpin import unpin_user_pages
 import errno
 
 __all__ = ["ITER_DEST", "ITER_SOURCE", "IovIter", "MAX_RW_COUNT", "iov_iter_bvec", "iov_iter_discard", "iov_iter_folioq",
-           "iov_iter_init", "iov_iter_kvec", "iov_iter_ubuf", "extract_iter_to_sg", "iov_iter_extract_pages",
+           "iov_iter_init", "iov_iter_kvec", "iov_iter_ubuf", "extract_iter_to_sg", "iov_iter_extract_bvecs", "iov_iter_extract_pages",
            "iov_iter_extract_will_pin"]
 
 ITER_DEST, ITER_SOURCE = 0, 1       # what the buffer is for the data: a device writes to a destination
@@ -273,6 +273,51 @@ def iov_iter_extract_pages(it, maxsize, maxpages, *, mem=None, pin=None):
         done += take
         it.advance(take)
     return done, PageList(mem, pfns), offset0
+
+
+def iov_iter_extract_bvecs(it, max_size, max_vecs, *, mem=None, pin=None, mem_align_mask=0):
+    """Name the pages behind the next bytes as pieces of folios: (bytes, [(Page, offset, length), ...]). Moves the iterator on.
+
+    A piece goes on while the next page is of the same folio and the next one in memory: a page in the middle of a large
+    folio may have been copied, and a neighbour may be of another folio. Pieces stop where the device map changes; pages from
+    there on are unpinned, and the iterator stays before them. Raises InvalidArgument where address or length does not fit
+    mem_align_mask; MMError(EFAULT) for no bytes, and for a discarding iterator. Kernel: the function of 7.0.
+    """
+    if not it.count or not _number(max_size, "max_size") or not _number(max_vecs, "max_vecs"):
+        raise MMError(errno.EFAULT, "no bytes to extract, or no room for pieces")
+    if mem_align_mask and it.kind != "discard":
+        segment, passed, left = it.segment()
+        base = segment[0] if it.kind in ("user", "kvec") else segment[1] if it.kind == "bvec" else 0
+        if (base + passed | min(left, max_size)) & mem_align_mask:
+            raise InvalidArgument(f"{min(left, max_size)} bytes at {base + passed:#x} do not fit the alignment {mem_align_mask + 1}")
+    size, pages, offset = iov_iter_extract_pages(it, max_size, max_vecs, mem=mem, pin=pin)
+    if not size:
+        raise MMError(errno.EFAULT, "no page could be extracted")
+    bvecs, left, i, device = [], size, 0, None
+    while left:
+        page, owner = pages[i], _device(pages[i])
+        if bvecs and owner != device:
+            break
+        folio = page.folio
+        run = 1
+        while i + run < len(pages) and pages[i + run].pfn == page.pfn + run < folio.pfn + folio.nr_pages:
+            run += 1
+        take = min(left, run * page.mem.page_size - offset)
+        bvecs.append((page, offset, take))
+        device, offset, left, i = owner, 0, left - take, i + run
+    if left:
+        if iov_iter_extract_will_pin(it):
+            unpin_user_pages(pages[i:])
+        it.revert(left)
+    return size - left, bvecs
+
+
+def _device(page):
+    """Which device's memory a page is; None: RAM."""
+    for number, device in enumerate(page.mem.devices):
+        if device.start_pfn <= page.pfn < device.start_pfn + device.nr_pages:
+            return number
+    return None
 
 
 def _mem_of(it):

@@ -18,7 +18,8 @@ from mmcore.core.errors import MMError
 
 from .errors import NotPossible
 from .limits import fit, limits, require_proc
-from .units import format_size
+from .replay import FRAME_MULTIPLE, SPARE
+from .units import format_size, round_up
 from .vmstat import foll_pins
 
 # Numbers of the generic table, which every architecture since 2019 shares; alpha and mips differ.
@@ -29,6 +30,7 @@ IORING_UNREGISTER_BUFFERS = 1
 IO_URING_PARAMS_SIZE = 120
 MAX_IOVEC = 1 << 30              # bytes: the kernel refuses more in one buffer
 MAX_IOVECS = 16384
+MAX_PAGE_ORDER = 10             # of the buddy allocator
 
 
 @dataclass
@@ -64,64 +66,63 @@ def predict_iouring_pins(pfns, heads, orders, max_pages=None):
     """Return the Prediction for registering these pages as one buffer, cut every max_pages.
 
     Arrays of one entry a page, in buffer order: PFN, PFN of its folio's head, folio order.
-    A buffer is coalesced when it has more than one page, its folios have one size above a
-    page, and each is used to its end and from its start except at the buffer's two ends.
-    Then one pin and one bvec stay for each folio; otherwise one for each page.
-    A folio is charged whole, once a ring. Raises ValueError for a page that is not present.
+    The engine lays out these folios and registers them with a BufferTable; what it counts is
+    the prediction. Raises ValueError for a page that is not present.
     """
     if not (len(pfns) == len(heads) == len(orders)):
         raise ValueError(f"arrays differ: {len(pfns)} pfns, {len(heads)} heads, {len(orders)} orders")
     if np.any(pfns == 0):
         at = int(np.flatnonzero(pfns == 0)[0])
         raise ValueError(f"page {at} is not present: registering would fault it in first")
-    total = Prediction()
-    charged = {}
-    step = max_pages or max(1, len(pfns))
-    for at in range(0, len(pfns), step):
-        part = slice(at, at + step)
-        _add_buffer(total, charged, pfns[part], heads[part], orders[part])
-    total.charge = sum(charged.values())
-    return total
+    if not len(pfns):
+        return Prediction()
+    import mmcore
+
+    folios, first = np.unique(heads, return_index=True)
+    orders = orders[first]
+    top = int(np.max(folios + (np.uint64(1) << orders.astype(np.uint64))))
+    page = os.sysconf("SC_PAGE_SIZE")
+    with mmcore.Memory(round_up(top * page, FRAME_MULTIPLE) + SPARE, page_size=page) as mem:
+        # Folios beyond the allocator's largest can only be hugetlb.
+        mmcore.folios_alloc_at(mem, folios, orders, hugetlb=orders > MAX_PAGE_ORDER)
+        pages = mmcore.PageList(mem, pfns)
+        step = max_pages or len(pages)
+        return predict_registration(mem, [pages[at:at + step] for at in range(0, len(pages), step)])
 
 
-def _add_buffer(total, charged, pfns, heads, orders):
-    n = len(pfns)
-    size = 1 << int(orders[0])
-    folios = _coalesced_folios(pfns, heads, orders)
-    coalesced = n > 1 and folios is not None and size > 1
-    bvecs = folios if coalesced else n
-    total.iovecs += 1
-    total.acquired += n
-    total.released_at_register += n - bvecs
-    total.released_at_unregister += bvecs
-    total.bvecs += bvecs
-    total.coalesced += coalesced
-    # A small page is charged each time it appears, a compound one once.
-    small = orders == 0
-    charged[None] = charged.get(None, 0) + int(np.count_nonzero(small))
-    compound, first = np.unique(heads[~small], return_index=True)
-    sizes = 1 << orders[~small][first].astype(np.int64)
-    charged.update(zip(compound.tolist(), sizes.tolist()))
+def predict_registration(mem, buffers):
+    """Return the Prediction for registering buffers on a fresh ring, from doing it in the engine.
+
+    buffers: what BufferTable.register() takes of pages that are known: PageLists of mem, or
+    (PageList, offset in the first page, length). Nothing stays registered.
+    """
+    import mmcore
+
+    def counts():
+        stat = mem.vmstat()
+        return stat["nr_foll_pin_acquired"], stat["nr_foll_pin_released"]
+
+    mm = mmcore.MM(mem)
+    table = mmcore.BufferTable(mm)
+    before = counts()
+    table.register(buffers)
+    between = counts()
+    made, charge = table.buffers, table.charged
+    result = Prediction(
+        acquired=between[0] - before[0], released_at_register=between[1] - before[1], charge=charge,
+        bvecs=sum(buf.nr_bvecs for buf in made), coalesced=sum(buf.coalesced for buf in made),
+        iovecs=len(made))
+    table.unregister()
+    result.released_at_unregister = counts()[1] - between[1]
+    mm.exit()
+    return result
 
 
-def _coalesced_folios(pfns, heads, orders):
-    """Return how many folio visits cover the pages in the coalescible way, or None."""
-    if np.any(orders != orders[0]):
-        return None
-    size = np.uint64(1 << int(orders[0]))
-    index = pfns - heads
-    # A visit goes on while the next page is the next of the same folio.
-    goes_on = (heads[1:] == heads[:-1]) & (pfns[1:] == pfns[:-1] + np.uint64(1))
-    ends = np.flatnonzero(~goes_on)
-    if np.any(index[ends] != size - np.uint64(1)) or np.any(index[ends + 1] != 0):
-        return None
-    return len(ends) + 1
-
-
-def kernel_register(buffer, rounds=1):
+def kernel_register(buffer, rounds=1, *, iovecs=None):
     """Register and unregister a buffer of this process with io_uring; return KernelRegister.
 
-    buffer has .addr and .length (bytes). More than 1 GiB goes as several iovecs in one call.
+    buffer has .addr and .length (bytes). More than 1 GiB goes as several iovecs in one call;
+    iovecs, a list of (address, length), says how to cut it, or which parts to take.
     The pin counters are machine-wide: pins of others in the meantime show in them.
 
     Raises NotPossible where io_uring is missing or forbidden, or RLIMIT_MEMLOCK refuses.
@@ -130,7 +131,8 @@ def kernel_register(buffer, rounds=1):
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, not {rounds}")
     addr, length = buffer.addr, buffer.length
-    iovecs = [(addr + at, min(MAX_IOVEC, length - at)) for at in range(0, length, MAX_IOVEC)]
+    if iovecs is None:
+        iovecs = [(addr + at, min(MAX_IOVEC, length - at)) for at in range(0, length, MAX_IOVEC)]
     if len(iovecs) > MAX_IOVECS:
         raise ValueError(f"{format_size(length)} needs {len(iovecs)} iovecs, above {MAX_IOVECS}")
     page = os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,823 @@
+"""io_uring fixed buffers: pinned once, one pin kept a folio where that says all, used by many requests.
+
+Laws
+    Pins        a buffer holds one pin a bvec: one a folio when it is coalesced, else one a page. The others go at once.
+    Charge      a base page counts each time it is in a buffer. A large folio counts whole, once a table, from its first user
+                to its last. (The kernel takes it back with the buffer that brought it, whoever else still uses it.)
+    Failure     registering: none of it stays. Updating: the buffers before the one that failed stay, and are counted.
+
+Runs of pages are kept, not pages: a bvec follows from them by arithmetic.
+"""
+from libc.errno cimport EFAULT, EINTR, ENOMEM
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memset
+from mmcore.core.folio cimport bad_page, count_arg
+from mmcore.core.gup cimport gup_pages
+from mmcore.core.gup_args cimport gup_error
+from mmcore.core.gup_walk cimport gup_t
+from mmcore.core.hook cimport pin_watchers, pins_changed
+from mmcore.core.lock cimport raise_pending
+from mmcore.core.mm cimport MM
+from mmcore.core.output cimport LEAF_MAX_PAGES, LEAF_PFN_BITS, gup_output_t, leaf_count, leaf_pfn, leaf_word, release_leaves
+from mmcore.core.pagelist cimport PageList
+from mmcore.core.space cimport mm_t
+from mmcore.core.walk cimport *
+
+import errno as _errno
+import threading
+import weakref
+from collections import namedtuple
+
+from ..core.errors import BadPage, InvalidArgument, MMError
+from ..core.size import format_size
+from ..ledger import holding
+from .iov import MAX_RW_COUNT
+
+__all__ = ["BufferTable", "RegisteredBuffer", "CoalesceData", "io_check_coalesce_buffer", "IORING_MAX_REG_BUFFERS"]
+
+IORING_MAX_REG_BUFFERS = 16384
+BUFFER_MOST = 1 << 30           # bytes of one buffer
+
+CoalesceData = namedtuple("CoalesceData", "nr_folios nr_pages_head nr_pages_mid folio_shift first_folio_page_idx")
+CoalesceData.__doc__ = "What a coalescible buffer is made of. Kernel: struct io_imu_folio_data."
+
+# ---- runs -------------------------------------------------------------------------------------------------------------------
+cdef struct buffer_t:
+    uint64_t *run               # leaf words: PFN and pages, neighbours joined
+    uint64_t nr_runs
+    uint64_t room
+    uint64_t nr_pages
+    uint64_t nr_bvecs           # pins that are held
+    bint coalesced
+
+cdef struct runs_output_t:
+    gup_output_t base
+    mem_t *m
+    buffer_t *u
+
+cdef bint add_run(mem_t *m, buffer_t *u, uint64_t pfn, uint64_t count) noexcept nogil:
+    cdef uint64_t last
+    cdef void *at
+    if u.nr_runs:
+        last = u.run[u.nr_runs - 1]
+        # Joined, since a run that ends inside a folio means that the next page is another.
+        if leaf_pfn(last) + leaf_count(last) == pfn and leaf_count(last) + count <= LEAF_MAX_PAGES:
+            u.run[u.nr_runs - 1] += count << LEAF_PFN_BITS
+            return True
+    if u.nr_runs == u.room:
+        if inject_fails(m, INJECT_LIST):
+            return False
+        at = realloc(u.run, (2 * u.room + 64) * sizeof(uint64_t))
+        if at == NULL:
+            return False
+        u.run = <uint64_t *>at
+        u.room = 2 * u.room + 64
+    u.run[u.nr_runs] = leaf_word(pfn, count)
+    u.nr_runs += 1
+    return True
+
+cdef uint64_t runs_take(gup_output_t *base, const uint64_t *leaf, uint64_t nr) noexcept nogil:
+    cdef runs_output_t *out = <runs_output_t *>base
+    cdef uint64_t i
+    for i in range(nr):
+        if not add_run(out.m, out.u, leaf_pfn(leaf[i]), leaf_count(leaf[i])):
+            base.error = -ENOMEM
+            return i
+    return nr
+
+cdef bint check_coalesce(const page_t *map, const buffer_t *u, uint64_t *nr_folios, uint64_t *folio_pages, uint64_t *head_pages,
+                         uint64_t *first_idx) noexcept nogil:
+    """Folios of one size, each used to its end and from its start, but for the buffer's two ends."""
+    cdef uint64_t i, pfn, n, end = 0
+    cdef group_t g
+    nr_folios[0] = 0
+    for i in range(u.nr_runs):
+        pfn, n = leaf_pfn(u.run[i]), leaf_count(u.run[i])
+        while n:
+            next_in_range(map, pfn, n, &g)
+            if nr_folios[0] == 0:
+                folio_pages[0], head_pages[0], first_idx[0] = g.nr_pages, g.count, pfn - g.head
+                # A buffer of base pages is kept by pages anyway: no look at the others.
+                if g.nr_pages == 1:
+                    return False
+            elif g.nr_pages != folio_pages[0] or end != 0 or pfn != g.head:
+                return False
+            # Not 0: pages of the folio that were not used; then nothing may follow.
+            end = g.head + g.nr_pages - pfn - g.count
+            nr_folios[0] += 1
+            pfn += g.count
+            n -= g.count
+    return True
+
+cdef void drop_surplus(mem_t *m, const buffer_t *u) noexcept nogil:
+    """Keep one pin of each folio visited; they were taken a moment ago, so that this cannot fail."""
+    cdef uint64_t i, pfn, n, dropped = 0, updates = 0
+    cdef group_t g
+    for i in range(u.nr_runs):
+        pfn, n = leaf_pfn(u.run[i]), leaf_count(u.run[i])
+        while n:
+            next_in_range(m.map, pfn, n, &g)
+            if g.count > 1:
+                put_pins(m, &m.map[g.head], True, g.count - 1)
+                dropped += g.count - 1
+                updates += 1
+            pfn += g.count
+            n -= g.count
+    stat_add(m, NR_FOLL_PIN_RELEASED, <int64_t>dropped)
+    stat_add(m, OP_REF_ATOMICS, <int64_t>updates)
+    stat_add(m, OP_PINCOUNT_ATOMICS, <int64_t>updates)
+
+cdef enum:
+    PER_LIST = 512
+    SHORT_RUN = 8               # pages: shorter ones on average are released as a list, whose walk looks ahead
+
+cdef uint64_t drop_short_runs(batch_t *b, const buffer_t *u) noexcept nogil:
+    cdef uint64_t list[PER_LIST]
+    cdef uint64_t i, k, count, used = 0, got, done = 0
+    for i in range(u.nr_runs):
+        count = leaf_count(u.run[i])
+        for k in range(count):
+            list[used] = leaf_pfn(u.run[i]) + k
+            used += 1
+            if used == PER_LIST:
+                got = release_list(b, list, used, GEN_RUN)
+                done += got
+                if got < used:
+                    return done
+                used = 0
+    return done + release_list(b, list, used, GEN_RUN) if used else done
+
+cdef uint64_t drop_bvecs(batch_t *b, const buffer_t *u, uint64_t most, bint undo) noexcept nogil:
+    """Drop (or, with undo, take again) the pins of the first `most` bvecs; how many. Fewer: b.error."""
+    cdef uint64_t i, pfn, n, k, got, done = 0
+    cdef group_t g
+    if not undo and not u.coalesced and u.nr_pages < SHORT_RUN * u.nr_runs:
+        return drop_short_runs(b, u)
+    for i in range(u.nr_runs):
+        pfn, n = leaf_pfn(u.run[i]), leaf_count(u.run[i])
+        while n and done < most:
+            if u.coalesced:
+                next_in_range(b.m.map, pfn, n, &g)
+                k = 1
+            else:
+                k = g.count = min(n, most - done)
+            if undo:
+                undo_range(b, pfn, k)
+                got = k
+            else:
+                got = release_range(b, pfn, k)
+            done += got
+            if got < k:
+                return done
+            pfn += g.count
+            n -= g.count
+        if done == most:
+            break
+    return done
+
+# ---- who uses which large folio -----------------------------------------------------------------------------------------------
+cdef struct uses_t:             # open addressing; 0 is no PFN
+    uint64_t *head
+    uint64_t *count             # visits of buffers; 0: it was used once
+    uint64_t size               # a power of two, or 0
+    uint64_t filled
+
+cdef inline uint64_t slot_of(const uses_t *s, uint64_t head) noexcept nogil:
+    cdef uint64_t at = ((head * <uint64_t>0x9E3779B97F4A7C15) >> 20) & (s.size - 1)
+    while s.head[at] and s.head[at] != head:
+        at = (at + 1) & (s.size - 1)
+    return at
+
+cdef bint more_slots(uses_t *s) noexcept nogil:
+    """Make room, and forget the heads that nobody uses."""
+    cdef uses_t new
+    cdef uint64_t i, at
+    new.size = 64
+    new.filled = 0
+    for i in range(s.size):
+        new.filled += s.count[i] != 0
+    while new.size < 4 * (new.filled + 1):
+        new.size *= 2
+    new.head = <uint64_t *>calloc(new.size, sizeof(uint64_t))
+    new.count = <uint64_t *>calloc(new.size, sizeof(uint64_t))
+    if new.head == NULL or new.count == NULL:
+        free(new.head)
+        free(new.count)
+        return False
+    for i in range(s.size):
+        if s.count[i]:
+            at = slot_of(&new, s.head[i])
+            new.head[at], new.count[at] = s.head[i], s.count[i]
+    free(s.head)
+    free(s.count)
+    s[0] = new
+    return True
+
+cdef int64_t use_folios(mem_t *m, uses_t *s, const buffer_t *u, uint64_t *visited) noexcept nogil:
+    """Count a buffer's visits in; the pages to charge for it, or -ENOMEM. `visited`: large groups that were counted."""
+    cdef uint64_t i, at, pfn, n, pages = 0
+    cdef group_t g
+    visited[0] = 0
+    for i in range(u.nr_runs):
+        pfn, n = leaf_pfn(u.run[i]), leaf_count(u.run[i])
+        while n:
+            next_in_range(m.map, pfn, n, &g)
+            if g.nr_pages == 1:
+                pages += g.count
+            else:
+                if 2 * s.filled >= s.size and not more_slots(s):
+                    return -ENOMEM
+                at = slot_of(s, g.head)
+                if s.head[at] == 0:
+                    s.head[at] = g.head
+                    s.filled += 1
+                if s.count[at] == 0:
+                    pages += g.nr_pages
+                s.count[at] += 1
+                visited[0] += 1
+            pfn += g.count
+            n -= g.count
+    return <int64_t>pages
+
+cdef uint64_t unuse_folios(mem_t *m, uses_t *s, const buffer_t *u, uint64_t visits) noexcept nogil:
+    """Count the first visits of a buffer out; the pages that are no longer to be charged. Before its pins go."""
+    cdef uint64_t i, at, pfn, n, pages = 0
+    cdef group_t g
+    for i in range(u.nr_runs):
+        pfn, n = leaf_pfn(u.run[i]), leaf_count(u.run[i])
+        while n:
+            next_in_range(m.map, pfn, n, &g)
+            if g.nr_pages == 1:
+                pages += g.count
+            elif visits:
+                visits -= 1
+                at = slot_of(s, g.head)
+                s.count[at] -= 1
+                if s.count[at] == 0:
+                    pages += g.nr_pages
+            pfn += g.count
+            n -= g.count
+    return pages
+
+# ---- accounting -----------------------------------------------------------------------------------------------------------
+_users = weakref.WeakKeyDictionary()    # Memory: {user: pages locked by io_uring}
+_users_lock = threading.Lock()
+# A clone shares buffers, and what they count for, with tables that have locks of their own. Order: a table's lock, this one,
+# _users_lock.
+_shared_lock = threading.Lock()
+
+cdef class Charges:
+    """What the buffers that one table registered count for; clones of them too."""
+    cdef MM mm
+    cdef uses_t uses
+    cdef uint64_t nr_buffers
+    cdef readonly uint64_t pages
+
+    def __dealloc__(self):
+        free(self.uses.head)
+        free(self.uses.count)
+
+    cdef int charge(self, uint64_t pages, uint64_t addr) except -1:
+        cdef MM mm = self.mm
+        with _users_lock:
+            if not mm.cap_ipc_lock:
+                users = _users.setdefault(mm.mem, {})
+                now = users.get(mm.user, 0) + pages
+                if mm.rlimit_memlock is not None and now > mm.rlimit_memlock >> mm.mem.m.page_shift:
+                    raise MMError(_errno.ENOMEM, f"{pages} pages on top of {now - pages} that user {mm.user!r} has registered exceed "
+                                                 f"RLIMIT_MEMLOCK ({mm.rlimit_memlock >> mm.mem.m.page_shift} pages): raise it (ulimit "
+                                                 "-l), or register less. Large folios count whole", addr=addr)
+                users[mm.user] = now
+            self.pages += pages
+        a64_fetch_add_relaxed(&mm.mm.pinned_vm, pages)
+        return 0
+
+    cdef void uncharge(self, uint64_t pages):
+        cdef MM mm = self.mm
+        with _users_lock:
+            if not mm.cap_ipc_lock:
+                users = _users[mm.mem]
+                users[mm.user] -= pages
+                if not users[mm.user]:
+                    del users[mm.user]
+            self.pages -= pages
+        a64_fetch_add_relaxed(&mm.mm.pinned_vm, <uint64_t>-<int64_t>pages)
+
+
+def user_locked_vm(mem, user="root"):
+    """Return the pages that a user's tables have locked (user_struct.locked_vm); holders of CAP_IPC_LOCK are not counted."""
+    with _users_lock:
+        return _users.get(mem, {}).get(user, 0)
+
+# ---- one buffer -----------------------------------------------------------------------------------------------------------
+cdef class RegisteredBuffer:
+    """Hold one registered buffer: .address, .length, .bvecs. Kernel: struct io_mapped_ubuf."""
+    cdef buffer_t u
+    cdef Charges charges
+    cdef uint64_t refs                  # tables that it is in
+    cdef readonly Memory mem
+    cdef readonly uint64_t address
+    cdef readonly uint64_t length       # bytes
+    cdef readonly uint64_t offset       # of the first byte, in the first bvec's unit
+    cdef readonly unsigned folio_shift  # log2 of the bytes of that unit: a folio, or a page
+    cdef readonly uint64_t acct_pages   # charged when it was registered
+
+    def __init__(self):
+        raise TypeError("buffers are made by BufferTable.register() and update()")
+
+    def __dealloc__(self):
+        free(self.u.run)
+
+    @property
+    def coalesced(self):
+        """True when it has a bvec a folio."""
+        return bool(self.u.coalesced)
+
+    @property
+    def nr_bvecs(self):
+        """Bvecs, and pins that it holds."""
+        return self.u.nr_bvecs
+
+    @property
+    def refcount(self):
+        """Tables that it is in."""
+        return self.refs
+
+    @property
+    def bvecs(self):
+        """List (PFN of the first page, offset, length): the heads of folios, or pages."""
+        cdef uint64_t i, k, pfn, n, left = self.length, offset = self.offset, unit = ONE << self.folio_shift, length
+        cdef group_t g
+        out = []
+        self.mem.ptr()
+        for i in range(self.u.nr_runs):
+            pfn, n = leaf_pfn(self.u.run[i]), leaf_count(self.u.run[i])
+            while n:
+                if self.u.coalesced:
+                    next_in_range(self.mem.m.map, pfn, n, &g)
+                else:
+                    g.head, g.count = pfn, 1
+                length = min(left, unit - offset)
+                out.append((g.head, offset, length))
+                left -= length
+                offset = 0
+                pfn += g.count
+                n -= g.count
+        return out
+
+    def __repr__(self):
+        return (f"<RegisteredBuffer {self.address:#x}+{self.length:#x}, {self.u.nr_bvecs} bvecs of up to "
+                f"{format_size(1 << self.folio_shift)}>")
+
+cdef object pin_user(MM mm, uint64_t addr, uint64_t nr, buffer_t *u):
+    """io_pin_pages(): all of it, or raise with nothing pinned."""
+    cdef runs_output_t out
+    cdef gup_t w
+    cdef int64_t got
+    cdef mm_t *p = mm.enter()
+    memset(&out, 0, sizeof(out))
+    out.base.take = runs_take
+    out.m = p.m
+    out.u = u
+    with nogil:
+        got = gup_pages(&w, p, addr, nr, FOLL_PIN | FOLL_WRITE | FOLL_LONGTERM, True, False, &out.base)
+        if got != <int64_t>nr:
+            release_leaves(p.m, u.run, u.nr_runs, True)
+    mm.leave()
+    if got == <int64_t>nr:
+        return
+    if got == -EINTR:
+        raise_pending()
+    if got >= 0:
+        if out.base.error == -ENOMEM:
+            raise MMError(_errno.ENOMEM, f"no memory to note the pages of a buffer at {addr:#x}", addr=addr)
+        raise MMError(_errno.EFAULT, f"only {got} of {nr} pages of the buffer at {addr:#x} can be pinned: the next one is not mapped, not "
+                                     "writable, or of a kind that forbids long-term pins. Nothing stays pinned",
+                      addr=addr + <uint64_t>got * mm.mem.page_size)
+    raise gup_error(mm, &w, "io_pin_pages(): pin_user_pages_fast")
+
+cdef object pin_list(PageList pages, buffer_t *u):
+    """Pages known already, as of a captured buffer: all of them, or raise with nothing pinned."""
+    cdef mem_t *m = pages.mem.enter()
+    cdef uint64_t done = 0, i
+    cdef int error
+    with nogil:
+        error = grab_list(m, pages.p, pages.n, FOLL_PIN, &done)
+        for i in range(done):
+            if error == 0 and not add_run(m, u, pages.p[i], 1):
+                error = -ENOMEM
+        if error:
+            for i in range(done):
+                put_one(m, pages.p[i])
+    pages.mem.leave()
+    if error:
+        raise MMError(-error, f"page {done} of the list cannot be pinned: it is free, or there is no memory to note it",
+                      pfn=pages[int(min(done, pages.n - 1))].pfn)
+
+cdef void put_one(mem_t *m, uint64_t pfn) noexcept nogil:
+    cdef uint64_t word = leaf_word(pfn, 1)
+    release_leaves(m, &word, 1, True)
+
+cdef RegisteredBuffer new_buffer(Charges charges, object what):
+    """Pin, coalesce and charge one buffer: (address, length), a PageList, or (PageList, offset, length). None: an empty slot."""
+    cdef RegisteredBuffer buf
+    cdef MM mm = charges.mm
+    cdef mem_t *m = mm.mem.ptr()
+    cdef uint64_t addr, length, page = ONE << m.page_shift, end, nr_folios = 0, folio_pages = 1, head_pages, first_idx = 0, visits = 0
+    cdef int64_t pages
+    cdef PageList known = None
+    buf = RegisteredBuffer.__new__(RegisteredBuffer)
+    if isinstance(what, PageList):
+        what = (what, 0, len(what) * int(page))
+    if len(what) == 3:
+        known, addr, length = what
+        if known.mem is not mm.mem:
+            raise InvalidArgument("the pages belong to another Memory than the table")
+        if addr >= page or not length or (addr + length + page - 1) >> m.page_shift != known.n or not known.pfns.all():
+            raise InvalidArgument(f"{length} bytes at offset {addr} are not the {known.n} pages of the list, or one of these is NULL")
+    else:
+        addr = count_arg(what[0], "address", 0, ~<uint64_t>0)
+        length = count_arg(what[1], "length", 0, ~<uint64_t>0)
+        if addr == 0:
+            if length:
+                raise MMError(_errno.EFAULT, f"a buffer of {length} bytes at address 0", addr=0)
+            return None
+    if length == 0 or length > BUFFER_MOST:
+        raise MMError(_errno.EFAULT, f"a buffer of {length} bytes: 1 byte to {format_size(BUFFER_MOST)} can be registered", addr=addr)
+    end = addr + length
+    if end < addr or end + page - 1 < end:
+        raise MMError(_errno.EOVERFLOW, f"a buffer of {length} bytes at {addr:#x} runs over the end of 64 bits", addr=addr)
+    buf.mem, buf.address, buf.length, buf.charges = mm.mem, addr, length, charges
+    buf.u.nr_pages = ((end + page - 1) >> m.page_shift) - (addr >> m.page_shift)
+    if known is not None:
+        pin_list(known, &buf.u)
+    else:
+        pin_user(mm, addr & ~(page - 1), buf.u.nr_pages, &buf.u)
+    buf.u.nr_bvecs = buf.u.nr_pages
+    with _shared_lock:
+        mm.mem.enter()
+        with nogil:
+            buf.u.coalesced = buf.u.nr_pages > 1 and check_coalesce(m.map, &buf.u, &nr_folios, &folio_pages, &head_pages, &first_idx) \
+                and folio_pages > 1
+            if buf.u.coalesced:
+                drop_surplus(m, &buf.u)
+                buf.u.nr_bvecs = nr_folios
+            # The kernel's descriptor.
+            pages = -ENOMEM if inject_fails(m, INJECT_ALLOC) else use_folios(m, &charges.uses, &buf.u, &visits)
+        mm.mem.leave()
+        try:
+            if pages < 0:
+                raise MMError(_errno.ENOMEM, "no memory for the descriptor of a buffer", addr=addr)
+            charges.charge(<uint64_t>pages, addr)
+        except BaseException:
+            unuse_folios(m, &charges.uses, &buf.u, visits)
+            drop_quietly(m, &buf.u)
+            raise
+        charges.nr_buffers += 1
+    buf.acct_pages = <uint64_t>pages
+    buf.folio_shift = m.page_shift
+    buf.offset = addr & (page - 1)
+    if buf.u.coalesced:
+        while ONE << buf.folio_shift < folio_pages << m.page_shift:
+            buf.folio_shift += 1
+        # By the page's place in its folio; the address says nothing about that (T73).
+        buf.offset += first_idx << m.page_shift
+    if mm_unlikely(pin_watchers):
+        tell_bvecs(buf, 1)
+    return buf
+
+cdef void drop_quietly(mem_t *m, const buffer_t *u) noexcept:
+    """The pins of a buffer that nobody has seen yet."""
+    cdef uint64_t i, pfn, n
+    cdef group_t g
+    for i in range(u.nr_runs):
+        pfn, n = leaf_pfn(u.run[i]), leaf_count(u.run[i])
+        if not u.coalesced:
+            release_leaves(m, &u.run[i], 1, True)
+            continue
+        while n:
+            next_in_range(m.map, pfn, n, &g)
+            put_one(m, pfn)
+            pfn += g.count
+            n -= g.count
+
+cdef object tell_bvecs(RegisteredBuffer buf, int sign):
+    cdef uint64_t i, pfn, n
+    cdef group_t g
+    heads, counts = [], []
+    for i in range(buf.u.nr_runs):
+        pfn, n = leaf_pfn(buf.u.run[i]), leaf_count(buf.u.run[i])
+        while n:
+            next_in_range(buf.mem.m.map, pfn, n, &g)
+            if g.head != buf.mem.m.zero_pfn:
+                heads.append(g.head)
+                counts.append(1 if buf.u.coalesced else g.count)
+            pfn += g.count
+            n -= g.count
+    if heads:
+        with holding(f"io_uring buffer {buf.address:#x}+{buf.length:#x}"):
+            pins_changed(buf.mem, heads, counts, sign)
+
+cdef object release_buffers(Memory mem, list buffers):
+    """Release buffers that leave their last table: one batch, all or nothing. Raises BadPage, MMError(ENOMEM)."""
+    cdef RegisteredBuffer buf
+    cdef Charges charges
+    cdef uint64_t i, n = len(buffers), total = 0, done = 0, gone
+    cdef buffer_t **u
+    cdef batch_t b
+    cdef mem_t *m
+    if n == 0:
+        return
+    u = <buffer_t **>malloc(n * sizeof(buffer_t *))
+    if u == NULL:
+        raise MemoryError()
+    for i in range(n):
+        buf = buffers[i]
+        u[i] = &buf.u
+        total += buf.u.nr_bvecs
+        if mm_unlikely(pin_watchers):
+            tell_bvecs(buf, -1)
+    m = mem.enter()
+    # Which folios a buffer visits is read from them, so before they may be freed.
+    left = {}
+    for buf in buffers:
+        left[buf.charges] = left.get(buf.charges, 0) + 1
+    pages = {}
+    for charges, count in left.items():
+        if count == charges.nr_buffers:
+            pages[charges] = charges.pages
+        else:
+            pages[charges] = sum([unuse_folios(m, &charges.uses, &(<RegisteredBuffer>buf).u, ~<uint64_t>0) for buf in buffers
+                                  if (<RegisteredBuffer>buf).charges is charges])
+    with nogil:
+        b.error = batch_begin(&b, m, total, True, False)
+        if b.error == 0:
+            for i in range(n):
+                gone = drop_bvecs(&b, u[i], u[i].nr_bvecs, False)
+                done += gone
+                if gone < u[i].nr_bvecs:
+                    break
+            if b.error and undo_begin(&b):
+                for i in range(n):
+                    gone = min(done, u[i].nr_bvecs)
+                    drop_bvecs(&b, u[i], gone, True)
+                    done -= gone
+                    if done == 0:
+                        break
+                undo_end(&b)
+            batch_finish(&b)
+    mem.leave()
+    free(u)
+    if b.error:
+        for charges, count in left.items():
+            if count != charges.nr_buffers:
+                for buf in buffers:
+                    if buf.charges is charges:
+                        use_folios(m, &charges.uses, &buf.u, &gone)
+        if mm_unlikely(pin_watchers):
+            for buf in buffers:
+                tell_bvecs(buf, 1)
+        if b.error == -ENOMEM:
+            raise MMError(_errno.ENOMEM, f"no memory to note the folios that a release of {total} pins may free. Nothing was changed")
+        if b.error == -EINTR:
+            raise_pending()
+        raise bad_page(mem, b.error, b.bad_pfn, b.bad_count, "unregistering buffers")
+    for charges, count in left.items():
+        charges.uncharge(pages[charges])
+        charges.nr_buffers -= count
+        if charges.nr_buffers == 0 and charges.uses.size:
+            memset(charges.uses.head, 0, charges.uses.size * sizeof(uint64_t))
+            memset(charges.uses.count, 0, charges.uses.size * sizeof(uint64_t))
+            charges.uses.filled = 0
+
+
+def io_check_coalesce_buffer(pages):
+    """Return CoalesceData when a PageList can be kept by folios, else None.
+
+    Folios must be of one size; the first may begin inside when it is used to its end, those in the middle are used whole,
+    the last from its start; pages of a folio follow each other. Folios of one page pass, and are kept by pages all the same.
+    """
+    cdef PageList plist
+    cdef buffer_t u
+    cdef uint64_t i, nr_folios = 0, folio_pages = 0, head_pages = 0, first_idx = 0
+    cdef bint fits = True
+    cdef group_t g
+    if not isinstance(pages, PageList):
+        raise TypeError(f"a PageList is wanted, not {pages!r}")
+    plist = pages
+    if plist.n == 0 or not plist.pfns.all():
+        raise InvalidArgument("the pages of a buffer: at least one, and none NULL")
+    cdef mem_t *m = plist.mem.ptr()
+    if folio_at(m.map, plist.p[0], &g.head) == 1:
+        if any([folio_at(m.map, plist.p[i], &g.head) != 1 for i in range(plist.n)]):
+            return None
+        return CoalesceData(plist.n, 1, 1, m.page_shift, 0)
+    memset(&u, 0, sizeof(u))
+    try:
+        for i in range(plist.n):
+            if not add_run(m, &u, plist.p[i], 1):
+                raise MemoryError()
+        fits = check_coalesce(m.map, &u, &nr_folios, &folio_pages, &head_pages, &first_idx)
+    finally:
+        free(u.run)
+    if not fits:
+        return None
+    return CoalesceData(nr_folios, head_pages, folio_pages, m.page_shift + int(folio_pages).bit_length() - 1, first_idx)
+
+
+class BufferTable:
+    """Hold the fixed buffers of one io_uring: BufferTable(mm, nr=None); with nr, that many empty slots.
+
+    Buffers are (address, length). A PageList, or (PageList, offset in the first page, length), registers pages that are known
+    already, as those of a captured buffer. files="5.8": refuse files other than hugetlbfs, as kernels to 5.17 did.
+    """
+
+    def __init__(self, mm, nr=None, *, files="longterm"):
+        if not isinstance(mm, MM):
+            raise TypeError(f"an MM is wanted, not {mm!r}")
+        if files not in ("longterm", "5.8"):
+            raise InvalidArgument(f"files={files!r} is none of 'longterm', '5.8'")
+        self.mm, self.files = mm, files
+        self._lock = threading.Lock()
+        self._slots = None
+        self._charges = _charges(mm)
+        if nr is not None:
+            self._slots = [None] * _count(nr)
+
+    @property
+    def buffers(self):
+        """List the slots: RegisteredBuffer, or None for an empty one; [] when nothing is registered."""
+        return list(self._slots or ())
+
+    @property
+    def charged(self):
+        """Pages that its buffers count for, each large folio once."""
+        return (<Charges>self._charges).pages
+
+    def _one(self, what):
+        if self.files == "5.8" and not isinstance(what[0], PageList):
+            for vma in self.mm.vmas:
+                if vma.start < what[0] + what[1] and what[0] < vma.end and vma.file is not None and vma.file.kind != "hugetlbfs":
+                    raise MMError(_errno.EOPNOTSUPP, f"the buffer at {what[0]:#x} is on a {vma.file.kind} file: only hugetlbfs may be "
+                                                     "registered under the rules of 5.8", addr=what[0])
+        return new_buffer(self._charges, what)
+
+    def register(self, buffers):
+        """Register all buffers of a list, or none; (0, 0) leaves a slot empty. Kernel: IORING_REGISTER_BUFFERS.
+
+        Raises MMError: EBUSY (some are registered), EINVAL for 0 or more than 16384, EFAULT (length 0 or above 1 GiB; what cannot
+        be pinned), EOVERFLOW (the range wraps), ENOMEM (memory, or RLIMIT_MEMLOCK of the user).
+        """
+        buffers = list(buffers)
+        with self._lock:
+            if self._slots is not None:
+                raise MMError(_errno.EBUSY, f"{len(self._slots)} slots are registered on this ring: unregister() first, or update()")
+            _count(len(buffers))
+            made = []
+            try:
+                for what in buffers:
+                    made.append(self._one(what))
+            except BaseException:
+                self._drop(made)
+                raise
+            self._put(made)
+            self._slots = made
+
+    def update(self, index, buffers):
+        """Replace slots from `index` on; returns how many were. The error of a later one is not told, as in the kernel; that
+        of the first is raised. Kernel: IORING_REGISTER_BUFFERS_UPDATE. Raises as register(), and MMError(ENXIO) without slots.
+        """
+        buffers = list(buffers)
+        with self._lock:
+            if self._slots is None:
+                raise MMError(_errno.ENXIO, "no slots are registered: register(), or BufferTable(mm, nr)")
+            if isinstance(index, bool) or not hasattr(index, "__index__"):
+                raise TypeError(f"index is an int, not {index!r}")
+            if index < 0 or not buffers or index + len(buffers) > len(self._slots):
+                raise InvalidArgument(f"{len(buffers)} slots from {index} on are not in the table of {len(self._slots)}")
+            for done, what in enumerate(buffers):
+                try:
+                    new = self._one(what)
+                except MMError:
+                    if not done:
+                        raise
+                    return done
+                old = self._slots[index + done]
+                try:
+                    self._drop([old])
+                except BaseException:
+                    self._drop([new])
+                    raise
+                self._put([new])
+                self._slots[index + done] = new
+            return len(buffers)
+
+    def clone(self, source, src_off=0, dst_off=0, nr=0):
+        """Put nr buffers (0: all) of another table into this one, from slot dst_off on; they are shared, pins do not change.
+
+        Raises MMError: EBUSY (some are registered here), ENXIO (none there), EINVAL (beyond either table, or 16384), EOVERFLOW (32
+        bits). Kernel: IORING_REGISTER_CLONE_BUFFERS.
+        """
+        if not isinstance(source, BufferTable):
+            raise TypeError(f"a BufferTable is wanted, not {source!r}")
+        src_off, dst_off, nr = (int(count_arg(n, what, 0, 0xffffffff)) for n, what in ((src_off, "src_off"), (dst_off, "dst_off"), (nr, "nr")))
+        if source.mm.mem is not self.mm.mem:
+            raise InvalidArgument("the tables belong to two Memories")
+        if source is self:
+            raise MMError(_errno.EBUSY, "a table cannot be cloned onto itself")
+        first, second = sorted((self._lock, source._lock), key=id)
+        with first, second:
+            if self._slots is not None:
+                raise MMError(_errno.EBUSY, "buffers are registered on this ring: unregister() first")
+            if source._slots is None:
+                raise MMError(_errno.ENXIO, "the source has no buffers")
+            nr = nr or len(source._slots)
+            if max(src_off, dst_off) + nr > 0xffffffff:
+                raise MMError(_errno.EOVERFLOW, f"offset {max(src_off, dst_off)} and {nr} buffers do not fit in 32 bits")
+            if src_off + nr > len(source._slots):
+                raise InvalidArgument(f"{nr} buffers from {src_off} on are not in the source of {len(source._slots)}")
+            if dst_off + nr > IORING_MAX_REG_BUFFERS:
+                raise InvalidArgument(f"{dst_off + nr} slots: a table has up to {IORING_MAX_REG_BUFFERS}")
+            shared = source._slots[src_off:src_off + nr]
+            self._put(shared)
+            self._slots = [None] * dst_off + shared
+
+    def unregister(self):
+        """Release all. Raises MMError(ENXIO) when nothing is registered, BadPage when pins are missing, with nothing changed."""
+        with self._lock:
+            if self._slots is None:
+                raise MMError(_errno.ENXIO, "no buffers are registered")
+            self._drop(self._slots)
+            self._slots = None
+
+    def import_range(self, index, addr, length):
+        """Return the pieces (PFN, offset, length) that a request on [addr, addr + length) of a buffer works on.
+
+        Raises MMError(EFAULT): an empty slot, a range that leaves the buffer or wraps, or of more than MAX_RW_COUNT bytes.
+        Kernel: io_import_fixed().
+        """
+        addr, length = int(count_arg(addr, "addr", 0, ~<uint64_t>0)), int(count_arg(length, "length", 0, ~<uint64_t>0))
+        slots = self._slots or ()
+        at = int(count_arg(index, "index", 0, 0xffffffff))
+        buf = slots[at] if at < len(slots) else None
+        if buf is None:
+            raise MMError(_errno.EFAULT, f"slot {at} is empty")
+        if addr < buf.address or addr + length > buf.address + buf.length or length > MAX_RW_COUNT:
+            raise MMError(_errno.EFAULT, f"{length} bytes at {addr:#x} leave the buffer {buf.address:#x}+{buf.length:#x}, or are more than "
+                                         f"{MAX_RW_COUNT}", addr=addr)
+        skip, pieces = addr - buf.address, []
+        for pfn, offset, size in buf.bvecs:
+            if skip < size and length:
+                take = min(length, size - skip)
+                pieces.append((pfn, offset + skip, take))
+                length -= take
+                skip = 0
+            else:
+                skip = max(0, skip - size)
+        return pieces
+
+    @staticmethod
+    def _put(buffers):
+        with _shared_lock:
+            for buf in buffers:
+                if buf is not None:
+                    (<RegisteredBuffer>buf).refs += 1
+
+    def _drop(self, buffers):
+        """Take buffers out of this table; those that no other one has are released. One in several slots counts for each."""
+        cdef RegisteredBuffer buf
+        with _shared_lock:
+            dying = []
+            for buf in buffers:
+                if buf is not None and buf.refs <= 1:
+                    dying.append(buf)
+            release_buffers(self.mm.mem, dying)
+            for buf in buffers:
+                if buf is not None and buf.refs:
+                    buf.refs -= 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._slots is not None:
+            self.unregister()
+
+    def __repr__(self):
+        if self._slots is None:
+            return "<BufferTable, nothing registered>"
+        return f"<BufferTable of {len(self._slots)} slots, {sum(buf is not None for buf in self._slots)} used>"
+
+
+def _charges(MM mm not None):
+    cdef Charges charges = Charges.__new__(Charges)
+    charges.mm = mm
+    return charges
+
+
+def _count(nr):
+    if isinstance(nr, bool) or not hasattr(nr, "__index__"):
+        raise TypeError(f"a number of buffers is an int, not {nr!r}")
+    if not 0 < nr.__index__() <= IORING_MAX_REG_BUFFERS:
+        raise InvalidArgument(f"{nr} buffers: 1 to {IORING_MAX_REG_BUFFERS} can be registered")
+    return nr.__index__()
