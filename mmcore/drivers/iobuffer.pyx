@@ -1,10 +1,10 @@
-"""io_uring fixed buffers: pinned once, one pin kept a folio where that says all, used by many requests.
+"""Buffers that io_uring has registered: pinned once, one pin kept a folio where that says all, used by many requests.
 
 Laws
     Pins        a buffer holds one pin a bvec: one a folio when it is coalesced, else one a page. The others go at once.
     Charge      a base page counts each time it is in a buffer. A large folio counts whole, once a table, from its first user
                 to its last. (The kernel takes it back with the buffer that brought it, whoever else still uses it.)
-    Failure     registering: none of it stays. Updating: the buffers before the one that failed stay, and are counted.
+    Failure     none of it stays; a release is all or nothing.
 
 Runs of pages are kept, not pages: a bvec follows from them by arithmetic.
 """
@@ -31,11 +31,9 @@ from collections import namedtuple
 from ..core.errors import BadPage, InvalidArgument, MMError
 from ..core.size import format_size
 from ..ledger import holding
-from .iov import MAX_RW_COUNT
 
-__all__ = ["BufferTable", "RegisteredBuffer", "CoalesceData", "io_check_coalesce_buffer", "IORING_MAX_REG_BUFFERS"]
+__all__ = ["RegisteredBuffer", "CoalesceData", "io_check_coalesce_buffer"]
 
-IORING_MAX_REG_BUFFERS = 16384
 BUFFER_MOST = 1 << 30           # bytes of one buffer
 
 CoalesceData = namedtuple("CoalesceData", "nr_folios nr_pages_head nr_pages_mid folio_shift first_folio_page_idx")
@@ -418,13 +416,13 @@ cdef void put_one(mem_t *m, uint64_t pfn) noexcept nogil:
     cdef uint64_t word = leaf_word(pfn, 1)
     release_leaves(m, &word, 1, True)
 
-cdef RegisteredBuffer new_buffer(Charges charges, object what):
+def new_buffer(Charges charges not None, what):
     """Pin, coalesce and charge one buffer: (address, length), a PageList, or (PageList, offset, length). None: an empty slot."""
     cdef RegisteredBuffer buf
     cdef MM mm = charges.mm
     cdef mem_t *m = mm.mem.ptr()
     cdef uint64_t addr, length, page = ONE << m.page_shift, end, nr_folios = 0, folio_pages = 1, head_pages, first_idx = 0, visits = 0
-    cdef int64_t pages
+    cdef int64_t pages = 0
     cdef PageList known = None
     buf = RegisteredBuffer.__new__(RegisteredBuffer)
     if isinstance(what, PageList):
@@ -625,199 +623,34 @@ def io_check_coalesce_buffer(pages):
     return CoalesceData(nr_folios, head_pages, folio_pages, m.page_shift + int(folio_pages).bit_length() - 1, first_idx)
 
 
-class BufferTable:
-    """Hold the fixed buffers of one io_uring: BufferTable(mm, nr=None); with nr, that many empty slots.
-
-    Buffers are (address, length). A PageList, or (PageList, offset in the first page, length), registers pages that are known
-    already, as those of a captured buffer. files="5.8": refuse files other than hugetlbfs, as kernels to 5.17 did.
-    """
-
-    def __init__(self, mm, nr=None, *, files="longterm"):
-        if not isinstance(mm, MM):
-            raise TypeError(f"an MM is wanted, not {mm!r}")
-        if files not in ("longterm", "5.8"):
-            raise InvalidArgument(f"files={files!r} is none of 'longterm', '5.8'")
-        self.mm, self.files = mm, files
-        self._lock = threading.Lock()
-        self._slots = None
-        self._charges = _charges(mm)
-        if nr is not None:
-            self._slots = [None] * _count(nr)
-
-    @property
-    def buffers(self):
-        """List the slots: RegisteredBuffer, or None for an empty one; [] when nothing is registered."""
-        return list(self._slots or ())
-
-    @property
-    def charged(self):
-        """Pages that its buffers count for, each large folio once."""
-        return (<Charges>self._charges).pages
-
-    def _one(self, what):
-        if self.files == "5.8" and not isinstance(what[0], PageList):
-            for vma in self.mm.vmas:
-                if vma.start < what[0] + what[1] and what[0] < vma.end and vma.file is not None and vma.file.kind != "hugetlbfs":
-                    raise MMError(_errno.EOPNOTSUPP, f"the buffer at {what[0]:#x} is on a {vma.file.kind} file: only hugetlbfs may be "
-                                                     "registered under the rules of 5.8", addr=what[0])
-        return new_buffer(self._charges, what)
-
-    def register(self, buffers):
-        """Register all buffers of a list, or none; (0, 0) leaves a slot empty. Kernel: IORING_REGISTER_BUFFERS.
-
-        Raises MMError: EBUSY (some are registered), EINVAL for 0 or more than 16384, EFAULT (length 0 or above 1 GiB; what cannot
-        be pinned), EOVERFLOW (the range wraps), ENOMEM (memory, or RLIMIT_MEMLOCK of the user).
-        """
-        buffers = list(buffers)
-        with self._lock:
-            if self._slots is not None:
-                raise MMError(_errno.EBUSY, f"{len(self._slots)} slots are registered on this ring: unregister() first, or update()")
-            _count(len(buffers))
-            made = []
-            try:
-                for what in buffers:
-                    made.append(self._one(what))
-            except BaseException:
-                self._drop(made)
-                raise
-            self._put(made)
-            self._slots = made
-
-    def update(self, index, buffers):
-        """Replace slots from `index` on; returns how many were. The error of a later one is not told, as in the kernel; that
-        of the first is raised. Kernel: IORING_REGISTER_BUFFERS_UPDATE. Raises as register(), and MMError(ENXIO) without slots.
-        """
-        buffers = list(buffers)
-        with self._lock:
-            if self._slots is None:
-                raise MMError(_errno.ENXIO, "no slots are registered: register(), or BufferTable(mm, nr)")
-            if isinstance(index, bool) or not hasattr(index, "__index__"):
-                raise TypeError(f"index is an int, not {index!r}")
-            if index < 0 or not buffers or index + len(buffers) > len(self._slots):
-                raise InvalidArgument(f"{len(buffers)} slots from {index} on are not in the table of {len(self._slots)}")
-            for done, what in enumerate(buffers):
-                try:
-                    new = self._one(what)
-                except MMError:
-                    if not done:
-                        raise
-                    return done
-                old = self._slots[index + done]
-                try:
-                    self._drop([old])
-                except BaseException:
-                    self._drop([new])
-                    raise
-                self._put([new])
-                self._slots[index + done] = new
-            return len(buffers)
-
-    def clone(self, source, src_off=0, dst_off=0, nr=0):
-        """Put nr buffers (0: all) of another table into this one, from slot dst_off on; they are shared, pins do not change.
-
-        Raises MMError: EBUSY (some are registered here), ENXIO (none there), EINVAL (beyond either table, or 16384), EOVERFLOW (32
-        bits). Kernel: IORING_REGISTER_CLONE_BUFFERS.
-        """
-        if not isinstance(source, BufferTable):
-            raise TypeError(f"a BufferTable is wanted, not {source!r}")
-        src_off, dst_off, nr = (int(count_arg(n, what, 0, 0xffffffff)) for n, what in ((src_off, "src_off"), (dst_off, "dst_off"), (nr, "nr")))
-        if source.mm.mem is not self.mm.mem:
-            raise InvalidArgument("the tables belong to two Memories")
-        if source is self:
-            raise MMError(_errno.EBUSY, "a table cannot be cloned onto itself")
-        first, second = sorted((self._lock, source._lock), key=id)
-        with first, second:
-            if self._slots is not None:
-                raise MMError(_errno.EBUSY, "buffers are registered on this ring: unregister() first")
-            if source._slots is None:
-                raise MMError(_errno.ENXIO, "the source has no buffers")
-            nr = nr or len(source._slots)
-            if max(src_off, dst_off) + nr > 0xffffffff:
-                raise MMError(_errno.EOVERFLOW, f"offset {max(src_off, dst_off)} and {nr} buffers do not fit in 32 bits")
-            if src_off + nr > len(source._slots):
-                raise InvalidArgument(f"{nr} buffers from {src_off} on are not in the source of {len(source._slots)}")
-            if dst_off + nr > IORING_MAX_REG_BUFFERS:
-                raise InvalidArgument(f"{dst_off + nr} slots: a table has up to {IORING_MAX_REG_BUFFERS}")
-            shared = source._slots[src_off:src_off + nr]
-            self._put(shared)
-            self._slots = [None] * dst_off + shared
-
-    def unregister(self):
-        """Release all. Raises MMError(ENXIO) when nothing is registered, BadPage when pins are missing, with nothing changed."""
-        with self._lock:
-            if self._slots is None:
-                raise MMError(_errno.ENXIO, "no buffers are registered")
-            self._drop(self._slots)
-            self._slots = None
-
-    def import_range(self, index, addr, length):
-        """Return the pieces (PFN, offset, length) that a request on [addr, addr + length) of a buffer works on.
-
-        Raises MMError(EFAULT): an empty slot, a range that leaves the buffer or wraps, or of more than MAX_RW_COUNT bytes.
-        Kernel: io_import_fixed().
-        """
-        addr, length = int(count_arg(addr, "addr", 0, ~<uint64_t>0)), int(count_arg(length, "length", 0, ~<uint64_t>0))
-        slots = self._slots or ()
-        at = int(count_arg(index, "index", 0, 0xffffffff))
-        buf = slots[at] if at < len(slots) else None
-        if buf is None:
-            raise MMError(_errno.EFAULT, f"slot {at} is empty")
-        if addr < buf.address or addr + length > buf.address + buf.length or length > MAX_RW_COUNT:
-            raise MMError(_errno.EFAULT, f"{length} bytes at {addr:#x} leave the buffer {buf.address:#x}+{buf.length:#x}, or are more than "
-                                         f"{MAX_RW_COUNT}", addr=addr)
-        skip, pieces = addr - buf.address, []
-        for pfn, offset, size in buf.bvecs:
-            if skip < size and length:
-                take = min(length, size - skip)
-                pieces.append((pfn, offset + skip, take))
-                length -= take
-                skip = 0
-            else:
-                skip = max(0, skip - size)
-        return pieces
-
-    @staticmethod
-    def _put(buffers):
-        with _shared_lock:
-            for buf in buffers:
-                if buf is not None:
-                    (<RegisteredBuffer>buf).refs += 1
-
-    def _drop(self, buffers):
-        """Take buffers out of this table; those that no other one has are released. One in several slots counts for each."""
-        cdef RegisteredBuffer buf
-        with _shared_lock:
-            dying = []
-            for buf in buffers:
-                if buf is not None and buf.refs <= 1:
-                    dying.append(buf)
-            release_buffers(self.mm.mem, dying)
-            for buf in buffers:
-                if buf is not None and buf.refs:
-                    buf.refs -= 1
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self._slots is not None:
-            self.unregister()
-
-    def __repr__(self):
-        if self._slots is None:
-            return "<BufferTable, nothing registered>"
-        return f"<BufferTable of {len(self._slots)} slots, {sum(buf is not None for buf in self._slots)} used>"
-
-
-def _charges(MM mm not None):
+def new_charges(MM mm not None):
+    """Return what a table counts its buffers in."""
     cdef Charges charges = Charges.__new__(Charges)
     charges.mm = mm
     return charges
 
 
-def _count(nr):
-    if isinstance(nr, bool) or not hasattr(nr, "__index__"):
-        raise TypeError(f"a number of buffers is an int, not {nr!r}")
-    if not 0 < nr.__index__() <= IORING_MAX_REG_BUFFERS:
-        raise InvalidArgument(f"{nr} buffers: 1 to {IORING_MAX_REG_BUFFERS} can be registered")
-    return nr.__index__()
+def hold_buffers(buffers):
+    """Count one more table for each buffer of a list; None is an empty slot."""
+    cdef RegisteredBuffer buf
+    with _shared_lock:
+        for buf in buffers:
+            if buf is not None:
+                buf.refs += 1
+
+
+def drop_buffers(Memory mem not None, buffers):
+    """Take buffers out of a table, or give up those that are in none yet; release those that no other table has.
+
+    All or nothing: raises BadPage, MMError(ENOMEM).
+    """
+    cdef RegisteredBuffer buf
+    with _shared_lock:
+        dying = []
+        for buf in buffers:
+            if buf is not None and buf.refs <= 1:
+                dying.append(buf)
+        release_buffers(mem, dying)
+        for buf in buffers:
+            if buf is not None and buf.refs:
+                buf.refs -= 1
