@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mmcore import *
-from mmcore.drivers.iouring import user_locked_vm
+from mmcore.drivers.iobuffer import user_locked_vm
 from mmcore.drivers.iov import MAX_RW_COUNT
 from rdma_support import HUGE, PAGE, machine, mapped, nothing_kept, pages_of, pins, scattered
 from support import state

@@ -5,7 +5,7 @@ import pytest
 
 import mmcore as mmc
 from mmcore import *
-from mmcore.drivers.iouring import user_locked_vm
+from mmcore.drivers.iobuffer import user_locked_vm
 from rdma_support import HUGE, PAGE, RO, RW, machine, mapped, nothing_kept, pages_of, pins, scattered
 from support import state
 from test_umem_blocks import seen
