@@ -7,6 +7,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CORE = Path("mmcore/core")
+DRIVERS = Path("mmcore/drivers")
+SOURCES = sorted(CORE.glob("*.pyx")) + sorted(DRIVERS.glob("*.pyx"))
 HEADERS = sorted(str(path) for path in CORE.glob("*.h"))
 JOBS = os.cpu_count() or 1
 
@@ -33,6 +35,15 @@ class parallel_build_ext(build_ext):
         if self.parallel is None:
             self.parallel = JOBS
 
+    def run(self):
+        super().run()
+        if self.inplace:
+            # An extension whose source is gone would shadow a module of the same name.
+            sources = {path.with_suffix("") for path in SOURCES}
+            for built in [*CORE.glob("*.so"), *DRIVERS.glob("*.so")]:
+                if built.with_name(built.name.split(".")[0]) not in sources:
+                    built.unlink()
+
 
 extensions = [
     Extension(
@@ -43,7 +54,7 @@ extensions = [
         extra_compile_args=CFLAGS,
         extra_link_args=LDFLAGS,
     )
-    for path in sorted(CORE.glob("*.pyx")) + sorted(Path("mmcore/drivers").glob("*.pyx"))
+    for path in SOURCES
 ]
 
 # The Makefile installs the metadata alone (in place) and lets `build_ext --inplace` do the compiling, once.
