@@ -54,8 +54,12 @@ static inline void cpu_relax(void)
 #endif
 }
 
-static inline void prefetch_read(const void *p) { __builtin_prefetch(p, 0, 3); }
-static inline void prefetch_write(const void *p) { __builtin_prefetch(p, 1, 3); }
+/*
+ * The empty asm keeps the call: gcc takes a function that only prefetches for one without effect, and drops calls of it
+ * that it does not inline.
+ */
+static inline void prefetch_read(const void *p) { __builtin_prefetch(p, 0, 3); __asm__ __volatile__(""); }
+static inline void prefetch_write(const void *p) { __builtin_prefetch(p, 1, 3); __asm__ __volatile__(""); }
 
 /*
  * Stores that go past the caches: for cache lines that are written as a whole and not looked at soon. They need no read of

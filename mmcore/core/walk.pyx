@@ -132,20 +132,22 @@ cdef inline void look_two_groups_on(const page_t *map, const uint64_t *pfns, uin
     if i + 2 * g.count < n:
         at = pfns[i + 2 * g.count]
         prefetch_read(&map[at])
-        at &= ~(g.nr_pages - 1)
+        # The mask comes from tail 1: kept from before, it would be stored to the stack for each group.
+        at = head_of(at, a64_load_relaxed(&map[g.head + 1].compound_info))
         prefetch_write(&map[at])
         prefetch_write(&map[at + 1])
 
 cdef inline void look_along(const page_t *map, uint64_t pfn, uint64_t i, uint64_t n, const group_t *g) noexcept nogil:
-    """The same for a range; page i of it starts a group."""
+    """The same for a range, eight groups on; page i of it starts a group."""
     cdef uint64_t k
     if g.count < SHORT_GROUP:
         # Lines follow each other, but locked operations hide that from the processor's own prefetcher.
         for k in range(i + FAR, min(i + FAR + g.count, n)):
             prefetch_write(&map[pfn + k])
-    elif i + 2 * g.count + 1 < n:
-        prefetch_write(&map[pfn + i + 2 * g.count])
-        prefetch_write(&map[pfn + i + 2 * g.count + 1])
+    elif i + 8 * g.count + 1 < n:
+        # Further than in a list: where a range goes on is no guess.
+        prefetch_write(&map[pfn + i + 8 * g.count])
+        prefetch_write(&map[pfn + i + 8 * g.count + 1])
 
 # Pins, and nothing to be marked dirty: what a walk is nearly always about. A loop around a locked operation costs what its
 # other instructions cost on top, it waits for its own stores even to the stack, and one that misses the caches has the more
