@@ -2,6 +2,7 @@
 from functools import partial
 
 import numpy as np
+import pytest
 
 import mmcore as mmc
 from mmcore import *
@@ -75,3 +76,18 @@ def over(mem, mm=None):
         mm.exit()
     assert pins_of(mem) == 0
     mem.check()
+
+
+# The fixtures of every file that imports all of this.
+@pytest.fixture
+def mem():
+    with machine() as mem:
+        yield mem
+        assert pins_of(mem) == 0
+        mem.check()
+
+
+@pytest.fixture
+def mm(mem):
+    with MM(mem) as mm:
+        yield mm

@@ -1,4 +1,5 @@
 """What several test files share: snapshots of a Memory, and refusals that must leave no trace."""
+import threading
 import contextlib
 
 import pytest
@@ -70,3 +71,23 @@ def poke(mem, pfn, field, value):
     before = int.from_bytes(ctypes.string_at(at, dtype.itemsize), "little")
     ctypes.memmove(at, (value & (1 << 8 * dtype.itemsize) - 1).to_bytes(dtype.itemsize, "little"), dtype.itemsize)
     return before
+
+
+def run(*works):
+    """Run each of these in a thread of its own, started together; what one raises, the test raises."""
+    errors, start = [], threading.Barrier(len(works))
+
+    def body(work):
+        try:
+            start.wait()
+            work()
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=body, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

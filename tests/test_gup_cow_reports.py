@@ -9,20 +9,6 @@ from support import refused
 SOFT_DIRTY = 1 << 55
 
 
-@pytest.fixture
-def mem():
-    with machine() as mem:
-        yield mem
-        assert pins_of(mem) == 0
-        mem.check()
-
-
-@pytest.fixture
-def mm(mem):
-    with MM(mem) as mm:
-        yield mm
-
-
 def test_cow_foll_force_shared(mem, mm):
     """A forced write through a read-only private mapping of shared memory lands in a copy, never in the shared page."""
     #   file page S  <-- private, PROT_READ, may write      FORCE|WRITE  -->  copy Q; S as it was

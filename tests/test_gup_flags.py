@@ -7,20 +7,6 @@ from gup_support import *
 from support import refused, released
 
 
-@pytest.fixture
-def mem():
-    with machine() as mem:
-        yield mem
-        assert pins_of(mem) == 0
-        mem.check()
-
-
-@pytest.fixture
-def mm(mem):
-    with MM(mem) as mm:
-        yield mm
-
-
 def huge(mm, write=True):
     """One THP, or the huge zero folio."""
     addr = mm.mmap(HUGE)

@@ -8,20 +8,6 @@ from gup_support import *
 from support import refused, unchanged
 
 
-@pytest.fixture
-def mem():
-    with machine() as mem:
-        yield mem
-        assert pins_of(mem) == 0
-        mem.check()
-
-
-@pytest.fixture
-def mm(mem):
-    with MM(mem) as mm:
-        yield mm
-
-
 def counts(page):
     return page.folio.refcount, page.folio.pincount
 

@@ -3,13 +3,13 @@ import os
 import random
 import struct
 import sys
-import threading
 
 import pytest
 
 import mmcore as mmc
 from mm_support import ANON, HUGE, PAGE
 from mmcore import MM, MMError, Memory
+from support import run
 
 LONG = os.environ.get("MMCORE_TEST_PROFILE") == "long"
 ROUNDS = 5000 if LONG else 300
@@ -23,26 +23,6 @@ def switch_often():
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
-
-
-def run(workers):
-    """Run each of the functions in a thread of its own; the first error of any of them is ours."""
-    errors, barrier = [], threading.Barrier(len(workers))
-
-    def call(work):
-        try:
-            barrier.wait()
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=(work,)) for work in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def lawful(mem, mm, free):
@@ -136,7 +116,7 @@ def test_everything_at_once(mem, seed):
             mm.page_at(a + i * PAGE)
             mm.vmas
 
-    run([writer(0), writer(1), breaker, forker, shaper, reader])
+    run(writer(0), writer(1), breaker, forker, shaper, reader)
     lawful(mem, mm, free)
 
 
@@ -180,7 +160,7 @@ def test_pins_beside_fork_and_reclaim(mem, seed):
         for i in range(ROUNDS):
             mm.madvise(a + draw.randrange(480) * PAGE, 32 * PAGE, mmc.MADV_PAGEOUT)
 
-    run([pinner(0), pinner(1), forker, reclaimer])
+    run(pinner(0), pinner(1), forker, reclaimer)
     lawful(mem, mm, free)
 
 
@@ -207,7 +187,7 @@ def test_truncate_beside_faults(mem):
             file.truncate(i % 64 * PAGE)
             file.truncate(64 * PAGE)
 
-    run([user(mms[0], mmc.MAP_SHARED), user(mms[1], mmc.MAP_PRIVATE), cutter])
+    run(user(mms[0], mmc.MAP_SHARED), user(mms[1], mmc.MAP_PRIVATE), cutter)
     mem.check()
     for mm in mms:
         mm.exit()

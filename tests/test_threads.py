@@ -11,7 +11,7 @@ import pytest
 
 import mmcore as mmc
 from mmcore import BadPage, FOLL_GET, Memory, MMError, PageList, PageRanges
-from support import released
+from support import released, run
 
 THREADS = 4
 
@@ -22,26 +22,6 @@ def short_switches():
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-def run(*works):
-    """Run each of these in a thread of its own, started together; what one raises, the test raises."""
-    errors, start = [], threading.Barrier(len(works))
-
-    def body(work):
-        try:
-            start.wait()
-            work()
-        except BaseException as e:
-            errors.append(e)
-
-    threads = [threading.Thread(target=body, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def on_all(work, *args):
