@@ -96,9 +96,10 @@ cdef bint check_ready_block(sums_t *s, uint64_t pfn) noexcept nogil:
     cdef uint64_t i, low = (ONE << ZONE_SHIFT) - 1
     if head.flags & low != ONE << PG_head or folio_order_of(head) != s.m.pmd_order:
         return breach(s, "a ready block reads as a fresh folio", pfn, <int64_t>head.flags, s.m.pmd_order)
-    if head._refcount != 0 or head.mapping != 0 or folio._large_mapcount != -1 or folio._entire_mapcount != -1 \
-            or folio._pincount != 0 or folio._nr_pages_mapped != 0:
+    if head._refcount != 0 or head.mapping != 0 or folio._pincount != 0:
         return breach(s, "a ready block has no reference, mapping or pin", pfn, head._refcount, 0)
+    if folio._large_mapcount != 0 or folio._entire_mapcount != 0 or folio._nr_pages_mapped != ENTIRELY_MAPPED:
+        return breach(s, "a ready block counts the mapping it will have", pfn, folio._large_mapcount, 0)
     for i in range(1, ONE << s.m.pmd_order):
         if head[i].compound_info != tail_word(s.m.pmd_order) or head[i]._refcount != 0 \
                 or head[i].flags & low != (s.m.pmd_order if i == 1 else 0) \

@@ -94,7 +94,6 @@ cdef int collapse_one(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
         if word:
             pte[i] = 0
             zap_one(&z, word, 0)
-    leaf_map(head, 0)
     a32_store_release(&head._refcount, 1)
     a64_fetch_add_relaxed(&mm.rss_anon, nr)
     note_anon(v)

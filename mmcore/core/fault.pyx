@@ -53,14 +53,11 @@ cdef bint leaf_fits(const mm_t *mm, const vma_t *v, uint64_t addr, int level) no
     return first >= v.start and first + size <= v.end
 
 cdef inline void huge_anon_init(mem_t *m, uint64_t pfn, uint64_t mapping, uint64_t index) noexcept nogil:
+    # What take_huge gave counts its one mapping already: only the head's own line is written.
     cdef page_t *head = &m.map[pfn]
-    cdef folio_t *folio = as_folio(head)
     head.mapping = mapping
     head.index = index
     a64_store_relaxed(&head.flags, anon_flags(m, pfn) | (ONE << PG_head))
-    folio._large_mapcount = 0
-    folio._entire_mapcount = 0
-    folio._nr_pages_mapped = ENTIRELY_MAPPED
     a32_store_release(&head._refcount, 1)
 
 cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write) noexcept nogil:
@@ -90,7 +87,6 @@ cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write
         bits = vma_entry_bits(v) | PTE_PSE | PTE_ACCESSED | written_bits(v)
         for i in range(min(got, <uint64_t>THP_AHEAD)):
             prefetch_write(&m.map[pfns[i]])
-            prefetch_write(&m.map[pfns[i] + 1])
     else:
         pfns[0] = huge_zero_get(m)
         if pfns[0] == 0:
@@ -101,10 +97,8 @@ cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write
     i = 0
     while i < got and entry[i] == 0:
         if write:
-            # Heads lie 32 KiB apart, in the same set of the caches: more than a few ahead push each other out.
-            if i + THP_AHEAD < got:
-                prefetch_write(&m.map[pfns[i + THP_AHEAD]])
-                prefetch_write(&m.map[pfns[i + THP_AHEAD] + 1])
+            # By number, not by the batch: the next batch most likely goes on where this one ends.
+            prefetch_write(&m.map[pfns[i] + (THP_AHEAD << m.pmd_order)])
             huge_anon_init(m, pfns[i], mm.anon_id, page_index(mm, v, at + i * size))
             a64_store_release(&entry[i], (pfns[i] << PTE_PFN_SHIFT) | bits)
         else:

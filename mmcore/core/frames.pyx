@@ -118,6 +118,7 @@ cdef uint64_t take_huge(mem_t *m, uint64_t *pfns, uint64_t nr) noexcept nogil:
         pthread_mutex_unlock(&r.lock)
     for i in range(nr_fresh):
         prep_compound_page(&m.map[fresh[i]], region_of(m, fresh[i]).zone_flags, m.pmd_order)
+        prep_mapped_once(&m.map[fresh[i]])
     stat_add(m, PGALLOC, <int64_t>(got << m.pmd_order))
     return got
 
@@ -147,6 +148,7 @@ cdef void give_huge(mem_t *m, const uint64_t *pfns, uint64_t nr) noexcept nogil:
         page_init(head, r.zone_flags | (ONE << PG_head), 0)
         as_folio(head)._flags_1 = r.zone_flags
         prep_folio_words(head, m.pmd_order)
+        prep_mapped_once(head)
         if r != locked:
             if locked != NULL:
                 pthread_mutex_unlock(&locked.lock)
@@ -165,7 +167,10 @@ cdef uint64_t take_folio(mem_t *m, unsigned order) noexcept nogil:
     cdef uint64_t pfn = 0
     cdef int turn, at
     if order == m.pmd_order:
-        return pfn if take_huge(m, &pfn, 1) else 0
+        if take_huge(m, &pfn, 1) == 0:
+            return 0
+        prep_folio_words(&m.map[pfn], order)
+        return pfn
     if mm_unlikely(inject_fails(m, INJECT_FRAME)):
         return 0
     for turn in range(3):

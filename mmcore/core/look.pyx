@@ -181,7 +181,7 @@ def folio_mapcount(folio):
     """Return the mappings of all pages of a folio."""
     cdef uint64_t pfn
     cdef Memory mem = folio_arg(folio, &pfn, False)
-    return folio_mapcount_of(&mem.m.map[pfn])
+    return folio_mapcount_seen(&mem.m.map[pfn])
 
 
 def folio_expected_ref_count(folio):

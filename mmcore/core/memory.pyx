@@ -542,7 +542,7 @@ cdef class Folio:
     @property
     def mapcount(self):
         """Mappings of all its pages (folio_mapcount)."""
-        return folio_mapcount_of(&self.mem.ptr().map[self.pfn])
+        return folio_mapcount_seen(&self.mem.ptr().map[self.pfn])
 
     @property
     def flags(self):

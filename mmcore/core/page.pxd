@@ -220,6 +220,12 @@ cdef inline int64_t folio_mapcount_of(const page_t *head) noexcept nogil:
         return 0
     return <int64_t>count + 1
 
+cdef inline int64_t folio_mapcount_seen(const page_t *head) noexcept nogil:
+    """The same for a folio that may be free: a block kept ready for a PMD leaf counts its mapping ahead."""
+    if a32_load_relaxed(&head._refcount) == 0 and head.mapping == 0:
+        return 0
+    return folio_mapcount_of(head)
+
 cdef inline bint folio_is_anon(const page_t *head) noexcept nogil:
     return a64_load_relaxed(&head.mapping) & FOLIO_MAPPING_ANON
 
@@ -269,6 +275,16 @@ cdef inline void prep_folio_words(page_t *head, unsigned order) noexcept nogil:
         # The kernel's empty list points to itself; ours are PFN links, and 0 is never a PFN.
         a64_store_relaxed(&folio._deferred_list[0], 0)
         a64_store_relaxed(&folio._deferred_list[1], 0)
+
+cdef enum:
+    ENTIRELY_MAPPED = 0x800000      # of _nr_pages_mapped: a PMD or PUD leaf maps the folio
+
+cdef inline void prep_mapped_once(page_t *head) noexcept nogil:
+    """Of a folio that was just prepared: its map counts as one PMD leaf has them."""
+    cdef folio_t *folio = as_folio(head)
+    a32_store_relaxed(&folio._large_mapcount, 0)
+    a32_store_relaxed(&folio._entire_mapcount, 0)
+    a32_store_relaxed(&folio._nr_pages_mapped, ENTIRELY_MAPPED)
 
 cdef inline void prep_compound_page(page_t *head, uint64_t flags, unsigned order) noexcept nogil:
     """Write the 64 * 2^order bytes of a folio with refcount 0; the caller publishes it by storing the count.

@@ -16,9 +16,6 @@ from mmcore.core.memory cimport *
 from mmcore.core.space cimport *
 from mmcore.core.folio cimport note_plain_refs, ref_add_positive, put_refs, FREED
 
-cdef enum:
-    ENTIRELY_MAPPED = 0x800000
-
 cdef extern from *:
     """
     #define MM_MAP_ONE 0x100000001ULL
