@@ -141,6 +141,35 @@ def test_mremap_refuses(args, number):
         mem.check()
 
 
+def test_mremap_of_hugetlb():
+    #   a   | H0  H1*  H2  H3  H4*  H5 |        * written; the pool promised the others
+    #   b                                 | H0  H1*  H2  H3  H4*  H5 |
+    #   c                                                 | H0 H1* H2 |   moved and cut: three go back to the pool
+    with Memory("256M", hugetlb={"2M": 8}) as mem, MM(mem) as mm:
+        a = mm.mmap(6 * HUGE, flags=ANON | mmc.MAP_HUGETLB)
+        mm.write(a + HUGE, b"one")
+        mm.write(a + 4 * HUGE, b"four")
+        room = (mm.mmap(16 * HUGE, flags=ANON | mmc.MAP_NORESERVE) + HUGE - 1) & ~(HUGE - 1)
+        b = mm.mremap(a, 6 * HUGE, 6 * HUGE, room)
+        assert b == room and mm.read(b + HUGE, 3) == b"one" and mm.read(b + 4 * HUGE, 4) == b"four" and mm.find_vma(a) is None
+        mem.check()
+        with pytest.raises(MMError):                        # 2 taken, 4 promised, 2 left
+            mm.mmap(3 * HUGE, flags=ANON | mmc.MAP_HUGETLB)
+        c = mm.mremap(b, 6 * HUGE, 2 * HUGE + 5, room + 8 * HUGE)
+        assert mm.read(c + HUGE, 3) == b"one" and mm.find_vma(c).end == c + 3 * HUGE
+        mem.check()
+        more = mm.mmap(5 * HUGE, flags=ANON | mmc.MAP_HUGETLB)
+        mm.touch(more, 5 * HUGE)
+        mm.touch(c, 3 * HUGE)
+        before = mm.vmas
+        for args in (c + PAGE, HUGE, HUGE), (c, HUGE, HUGE, room + PAGE), (c, 2 * HUGE, 3 * HUGE):
+            with pytest.raises(mmc.InvalidArgument):
+                mm.mremap(*args)
+        assert mm.vmas == before and mm.mremap(c, 3 * HUGE, 3 * HUGE) == c
+        mm.exit()
+        mem.check()
+
+
 def test_case_folio_pmd_share_count():
     """A scanner's reference on a page table is no sharing: the table goes when the scanner lets it go."""
     with Memory("16M") as mem, MM(mem) as mm:

@@ -278,7 +278,7 @@ cdef class MM:
         there goes. Returns the address.
 
         Raises MMError: EFAULT (the old range is not all one mapping, or of a kind that cannot grow), EINVAL (misaligned,
-        new_len 0, old and new overlap, hugetlb), ENOMEM (no room or no tables), EAGAIN (locked memory over RLIMIT_MEMLOCK).
+        new_len 0, old and new overlap; hugetlb: not at its page size, or growing), ENOMEM (no room or no tables), EAGAIN (locked memory over RLIMIT_MEMLOCK).
         Nothing has moved then. Kernel: mremap(2), with MREMAP_MAYMOVE.
         """
         cdef mm_t *mm = self.ptr()
@@ -305,8 +305,8 @@ cdef class MM:
             raise MMError(_errno.EFAULT, f"mremap(): {start:#x}-{end:#x} is not inside one mapping, or is of a kind that cannot "
                                          "grow", addr=start)
         if error == -EINVAL:
-            raise InvalidArgument(f"mremap() of {start:#x}-{end:#x}: old and new overlap, or it is hugetlb or cuts a huge page of "
-                                  "a device", addr=start)
+            raise InvalidArgument(f"mremap() of {start:#x}-{end:#x} to {new_size:#x} bytes: old and new overlap, or it cuts a huge "
+                                  "page of hugetlb or of a device, or it would make a hugetlb mapping longer", addr=start)
         if error:
             raise MMError(-error, f"mremap() of {start:#x}-{end:#x} to {new_size:#x} bytes: no room in the address space, or no "
                                   "frames for page tables", addr=start)

@@ -92,16 +92,27 @@ cdef int move_vma(mm_t *mm, uint64_t old, uint64_t old_len, uint64_t new_len, ui
     pthread_mutex_unlock(&mm.rmap_lock)
     if made.flags & VM_LOCKED:
         a64_fetch_add_relaxed(&mm.locked_vm, new_len >> mm.m.page_shift)
+    # What the pool promised for pages that are not there yet went along.
+    vma_lookup(mm, old).flags &= ~<uint64_t>VM_HUGE_RESV
     return do_munmap(mm, old, old + old_len)
 
 cdef int do_mremap(mm_t *mm, uint64_t old, uint64_t old_len, uint64_t new_len, uint64_t *new, bint fixed) noexcept nogil:
     cdef vma_t *v = vma_lookup(mm, old)
     cdef vma_t more
-    cdef uint64_t i, to
+    cdef uint64_t i, to, whole
     cdef int error
-    if v == NULL or old + old_len > v.end:
+    if v == NULL:
         return -EFAULT
-    if v.flags & VM_HUGETLB or (v.file != NULL and v.file.kind == FILE_DEVDAX and old & (vma_granule(mm, v) - 1)):
+    if v.flags & VM_HUGETLB:
+        # Lengths are rounded up to the page size, addresses are not; nothing could be promised for a longer mapping.
+        whole = vma_granule(mm, v) - 1
+        old_len = (old_len + whole) & ~whole
+        new_len = (new_len + whole) & ~whole
+        if old & whole or (fixed and new[0] & whole) or new_len > old_len:
+            return -EINVAL
+    if old + old_len > v.end:
+        return -EFAULT
+    if v.file != NULL and v.file.kind == FILE_DEVDAX and old & (vma_granule(mm, v) - 1):
         return -EINVAL
     if new_len > old_len and v.flags & (VM_DONTEXPAND | VM_PFNMAP):
         return -EFAULT
@@ -109,6 +120,9 @@ cdef int do_mremap(mm_t *mm, uint64_t old, uint64_t old_len, uint64_t new_len, u
         if new[0] < old + old_len and old < new[0] + new_len:
             return -EINVAL
         error = do_munmap(mm, new[0], new[0] + new_len)
+        if error == 0 and new_len < old_len:
+            error = do_munmap(mm, old + new_len, old + old_len)
+            old_len = new_len
         return error if error else move_vma(mm, old, old_len, new_len, new[0])
     new[0] = old
     if new_len <= old_len:
