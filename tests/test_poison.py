@@ -4,10 +4,12 @@ import errno
 import pytest
 
 import mmcore as mmc
-from mmcore import BadPage, DevicePages, FOLL_GET, InvalidArgument, Memory, MMError, PageFlags
+from mmcore import MM, BadPage, DevicePages, File, FOLL_GET, InvalidArgument, Memory, MMError, PageFlags
 from support import canonical_blocks, refused, unchanged
 
 EHWPOISON = getattr(errno, "EHWPOISON", 133)
+PAGE = 4096
+HUGE = 512 * PAGE
 
 
 @pytest.fixture
@@ -156,3 +158,76 @@ def test_poisoned_pages_are_counted(mem):
     for pfn in 10, 20, 30:
         mem.memory_failure(mem.page(pfn))
     assert mem.vmstat()["nr_poisoned"] == 3
+
+
+def map_file(mem, mm, private):
+    """A file of four pages whose third is broken and in the cache, and a fresh mapping of it."""
+    file = File(mem, 4 * PAGE, "tmpfs")
+    file.write(2 * PAGE, b"broken")
+    first = mm.mmap(4 * PAGE, flags=mmc.MAP_SHARED, file=file)
+    mm.read(first + 2 * PAGE, 1)
+    mem.memory_failure(mm.page_at(first + 2 * PAGE))
+    return mm.mmap(4 * PAGE, flags=mmc.MAP_PRIVATE if private else mmc.MAP_SHARED, file=file)
+
+
+def test_user_accesses_to_a_broken_page():
+    with Memory("64M") as mem, MM(mem) as mm:
+        addr = mm.mmap(4 * PAGE)
+        mm.write(addr, b"x" * 4 * PAGE)
+        mem.memory_failure(mm.page_at(addr + PAGE))
+        for call in (lambda: mm.read(addr + PAGE + 9, 1), lambda: mm.write(addr + PAGE, b"y")):
+            with refused(mem, MMError, "hwpoison", errno.EFAULT):
+                call()
+        assert mm.read(addr, PAGE) == b"x" * PAGE and mm.read(addr + 2 * PAGE, 2 * PAGE) == b"x" * 2 * PAGE
+        # What reaches it in the middle stops there.
+        with pytest.raises(MMError) as caught:
+            mm.read(addr, 3 * PAGE)
+        assert caught.value.addr == addr + PAGE
+        mm.munmap(addr, 4 * PAGE)
+        mem.check()
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("write", [False, True])
+def test_faults_on_a_broken_page_of_a_file(private, write):
+    with Memory("64M") as mem, MM(mem) as mm:
+        addr = map_file(mem, mm, private)
+        access = (lambda at: mm.write(at, b"y")) if write else (lambda at: mm.read(at, 1))
+        with refused(mem, MMError, "hwpoison", errno.EFAULT):
+            access(addr + 2 * PAGE)
+        with pytest.raises(MMError) as caught:
+            mm.madvise(addr, 4 * PAGE, mmc.MADV_POPULATE_WRITE if write else mmc.MADV_POPULATE_READ)
+        assert caught.value.errno == EHWPOISON and caught.value.addr == addr + 2 * PAGE
+        with pytest.raises(MMError) as caught:
+            mmc.pin_user_pages(mm, addr + 2 * PAGE, 1, mmc.FOLL_HWPOISON | (mmc.FOLL_WRITE if write else 0))
+        assert caught.value.errno == EHWPOISON
+        access(addr + PAGE)
+        mem.check()
+
+
+def test_a_broken_page_is_not_copied():
+    #   parent   |--- page, broken after the fork ---|   the child's write would copy it
+    with Memory("64M") as mem, MM(mem) as mm:
+        addr = mm.mmap(PAGE)
+        mm.write(addr, b"x")
+        child = mm.fork()
+        mem.memory_failure(mm.page_at(addr))
+        with refused(mem, MMError, "hwpoison", errno.EFAULT):
+            child.write(addr, b"y")
+        child.exit()
+        mem.check()
+
+
+def test_a_thp_of_a_file_with_a_broken_page_is_mapped_by_pages():
+    with Memory("64M", shmem_thp="always") as mem, MM(mem) as mm:
+        file = File(mem, HUGE, "tmpfs")
+        addr = mm.mmap(HUGE, flags=mmc.MAP_SHARED, file=file)
+        mm.write(addr, b"x")
+        page = mm.page_at(addr + 5 * PAGE)
+        assert page.folio.nr_pages == 512
+        mem.memory_failure(page)
+        again = mm.mmap(HUGE, flags=mmc.MAP_SHARED, file=file)
+        assert mm.read(again, 1) == b"x" and mm.read(again + 6 * PAGE, 1) == b"\0"
+        with refused(mem, MMError, "hwpoison", errno.EFAULT):
+            mm.read(again + 5 * PAGE, 1)
+        mem.check()

@@ -1,6 +1,6 @@
 """Bytes through the tables, and pagemap."""
 from libc.string cimport memcpy, memset
-from mmcore.core.fault cimport FAULT_FLAG_WRITE, entry_allows, handle_mm_fault
+from mmcore.core.fault cimport EHWPOISON, FAULT_FLAG_WRITE, entry_allows, handle_mm_fault
 from mmcore.core.file cimport FAULT_SIGSEGV
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport page_mapcount
@@ -77,6 +77,9 @@ cdef int access_bytes(mm_t *mm, uint64_t *addr, uint8_t *data, uint64_t n, bint 
         e = a64_load_relaxed(entry)
         if pte_leaf(e, level) and entry_allows(e, write):
             pfn = pte_pfn(e) + ((addr[0] & (level_size(g, level) - 1)) >> m.page_shift)
+            if pfn < m.nr_pages and mm_unlikely(test_flag(&m.map[pfn], PG_hwpoison)):
+                table_unlock(m, table)
+                return -EHWPOISON
             copy_one(mm, v, pfn, inside, data, step, write)
             if e & bits != bits:
                 a64_fetch_or_relaxed(entry, bits)

@@ -19,6 +19,15 @@ from mmcore.core.space cimport *
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport MAPPED_ONCE
 
+cdef extern from *:
+    """
+    #include <errno.h>
+    #ifndef EHWPOISON
+    #define EHWPOISON 133
+    #endif
+    """
+    const int EHWPOISON
+
 cdef enum:
     FAULT_FLAG_WRITE = 1
     FAULT_FLAG_UNSHARE = 2

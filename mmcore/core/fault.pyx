@@ -240,6 +240,8 @@ cdef int copy_to_anon(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t e, uint64_t 
     cdef mem_t *m = mm.m
     cdef uint64_t new, pfn = pte_pfn(e), bits
     cdef zap_t z
+    if pfn < m.nr_pages and test_flag(&m.map[pfn], PG_hwpoison):
+        return -EHWPOISON
     if take_pages(m, &new, 1) == 0:
         return -ENOMEM
     note_anon(v)
@@ -360,7 +362,9 @@ cdef int file_leaf(mm_t *mm, vma_t *v, uint64_t addr, bint write, bint *done) no
         error = FAULT_SIGBUS if page_index(mm, v, addr) >= file_pages(f) else 0
     else:
         error = file_page(f, index, True, &pfn)
-        if error == 0 and pfn & (span - 1) == 0 and (f.device != NULL or folio_order_of(&m.map[pfn]) == m.pmd_order):
+        if error == 0 and page_is_head(&m.map[pfn]) and as_folio(&m.map[pfn])._flags_1 >> PG_has_hwpoisoned & 1:
+            pass        # page by page, so that only the broken one refuses
+        elif error == 0 and pfn & (span - 1) == 0 and (f.device != NULL or folio_order_of(&m.map[pfn]) == m.pmd_order):
             entry = table_at(m, table) + table_index(g, first, level)
             table_lock(m, table)
             if entry[0] == 0:
@@ -394,6 +398,8 @@ cdef int do_file_fault(mm_t *mm, vma_t *v, uint64_t addr, bint write) noexcept n
     entry = table_at(m, table) + table_index(g, addr, 0)
     pthread_mutex_lock(&f.lock)
     error = file_page(f, page_index(mm, v, addr), thp_allowed(mm, v), &pfn)
+    if error == 0 and pfn < m.nr_pages and test_flag(&m.map[pfn], PG_hwpoison):
+        error = -EHWPOISON
     if error == 0:
         table_lock(m, table)
         if entry[0] == 0:

@@ -1,6 +1,6 @@
 """The walk under mmap_lock."""
 from libc.errno cimport EEXIST, EFAULT, EINTR, EOPNOTSUPP
-from mmcore.core.fault cimport FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, handle_mm_fault
+from mmcore.core.fault cimport EHWPOISON, FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, handle_mm_fault
 from mmcore.core.file cimport FAULT_SIGBUS, FAULT_SIGSEGV, file_look
 from mmcore.core.gup_walk cimport *
 from mmcore.core.lock cimport mark_dirty
@@ -19,15 +19,6 @@ cdef extern from "Python.h":
 cdef enum:
     MAX_TRIES = 20000           # faults on one page that bring nothing: an entry that cannot be had, not bad luck
     SIGNAL_EVERY = 1024         # faults between two looks at signals
-
-cdef extern from *:
-    """
-    #include <errno.h>
-    #ifndef EHWPOISON
-    #define EHWPOISON 133
-    #endif
-    """
-    const int EHWPOISON
 
 cdef inline int fail(gup_t *w, int error, int why) noexcept nogil:
     w.why = why

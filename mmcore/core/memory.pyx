@@ -429,6 +429,8 @@ cdef class Memory:
     def memory_failure(self, page):
         """Mark a page as broken (hwpoison): a free one leaves the allocator, a used one will not return to it.
 
+        It stays where it is mapped; user accesses to it raise MMError(EFAULT), as SIGBUS would end them, and so do faults that
+        would map or copy it; get_user_pages() says EHWPOISON with FOLL_HWPOISON, else EFAULT.
         Raises MMError: EHWPOISON when it was marked before, EBUSY for the zero page, the huge zero folio and reserved
         pages. Kernel counterpart: memory_failure().
         """

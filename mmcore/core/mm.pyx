@@ -6,6 +6,7 @@ cimport cython
 from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, touch_pages
 from mmcore.core.fork cimport dup_mmap
 from mmcore.core.file cimport FAULT_SIGBUS, FAULT_SIGSEGV, file_pages
+from mmcore.core.fault cimport EHWPOISON
 from mmcore.core.folio cimport count_arg
 from mmcore.core.madvise cimport do_clear_refs, do_madvise
 from mmcore.core.mremap cimport do_mremap
@@ -121,6 +122,9 @@ cdef object access_error(MM self, int error, uint64_t addr, bint write, str call
                                       f"{VM(v.flags & 7)!r}): mprotect() it first (SIGSEGV)", addr=addr)
     if error == FAULT_SIGBUS:
         return MMError(_errno.EFAULT, f"{what}: {sigbus_reason(self, addr)} (SIGBUS)", addr=addr)
+    if error == -EHWPOISON:
+        return MMError(_errno.EFAULT, f"{what}: the page there is broken (hwpoison; SIGBUS); munmap() it, or map something else "
+                                      "in its place", addr=addr)
     return MMError(-error, what, addr=addr)
 
 cdef object sigbus_reason(MM self, uint64_t addr):
@@ -344,6 +348,8 @@ cdef class MM:
                           addr=at)
         if error == -EFAULT:
             raise access_error(self, FAULT_SIGBUS, at, what == MADV_POPULATE_WRITE, f"madvise({name})")
+        if error == -EHWPOISON:
+            raise MMError(EHWPOISON, f"madvise({name}) at {at:#x}: the page there is broken (hwpoison)", addr=at)
         if error:
             raise MMError(-error, f"madvise({name}) at {at:#x}: no frame for a page or a table", addr=at)
 
