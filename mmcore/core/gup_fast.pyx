@@ -8,7 +8,7 @@ from mmcore.core.space cimport FILE_SECRETMEM, FILE_TMPFS, MMF_HAS_PINNED, mm_t
 
 cdef enum:
     AHEAD = 64                  # entries whose struct pages are fetched in advance
-    AHEAD_LEAVES = 24           # also beyond the end of the range: who asks for 512 pages will ask for the next
+    AHEAD_LEAVES = 16           # also beyond the end of the range: who asks for 512 pages will ask for the next
 
 cdef inline uint64_t needed_bits(const gup_t *w) noexcept nogil:
     """What an entry must have for the access (pte_access_permitted)."""
@@ -76,8 +76,9 @@ cdef bint fast_pte(gup_t *w, const uint64_t *entry, uint64_t e, const uint64_t *
     note_leaf(w, pfn, 1)
     return True
 
-cdef bint fast_ptes(gup_t *w, const uint64_t *pmd, uint64_t pmd_was, uint64_t end) noexcept nogil:
-    """The entries of one table from w.addr on. False: the walk ends here.
+cdef bint fast_ptes(gup_t *w, const uint64_t *pmd, uint64_t pmd_was, uint64_t end, const uint64_t *more) noexcept nogil:
+    """The entries of one table from w.addr on; `more`: of the table behind it, when the walk goes on there. False: the walk
+    ends here.
 
     Small anonymous pages, what most of memory is, have the loop to themselves: one line of mem_map each, one
     compare-and-swap, and runs kept in registers. Everything else takes fast_pte.
@@ -87,20 +88,28 @@ cdef bint fast_ptes(gup_t *w, const uint64_t *pmd, uint64_t pmd_was, uint64_t en
     cdef page_t *page
     # The entries lead nowhere when the table was unlinked before we came: the second look at the PMD sees that.
     cdef const uint64_t *entry = table_at(m, pte_pfn(pmd_was)) + table_index(&w.mm.pgd, w.addr, 0)
+    cdef const uint64_t *ahead = entry + AHEAD
     cdef uint64_t i, n = (end - w.addr) >> m.page_shift, e, pfn, flags, first = 0, run = 0, taken = 0
     cdef uint64_t need = needed_bits(w), mask = need | PTE_SPECIAL, pages = m.nr_pages
     cdef uint64_t odd = (ONE << PG_head) | (ONE << PG_hwpoison) | (<uint64_t>4 << ZONE_SHIFT)
     cdef uint32_t refs, amount = GUP_PIN_COUNTING_BIAS if w.flags & FOLL_PIN else 1
     cdef bint ok = True, longterm = (w.flags & FOLL_LONGTERM) != 0, pin = (w.flags & FOLL_PIN) != 0
     cdef bint exclusive = w.flags & (FOLL_PIN | FOLL_WRITE) == FOLL_PIN
-    for i in range(min(n, <uint64_t>AHEAD)):
-        e = a64_load_relaxed(&entry[i])
-        if e & mask == need and pte_pfn(e) < pages:
-            prefetch_write(&map[pte_pfn(e)])
+    if entry != w.fetched:
+        for i in range(min(n, <uint64_t>AHEAD)):
+            e = a64_load_relaxed(&entry[i])
+            if e & mask == need and pte_pfn(e) < pages:
+                prefetch_write(&map[pte_pfn(e)])
+    if n < AHEAD:
+        ahead = more = NULL
+    w.fetched = more
     i = 0
     while i < n:
-        if mm_likely(i + AHEAD < n):
-            e = a64_load_relaxed(&entry[i + AHEAD])
+        if mm_unlikely(i + AHEAD == n):
+            # The last ones of this table fetch the first ones of the next.
+            ahead = more - i if more != NULL else NULL
+        if mm_likely(ahead != NULL):
+            e = a64_load_relaxed(&ahead[i])
             if mm_likely(e & mask == need):
                 prefetch_write(&map[pte_pfn(e)])
         e = a64_load_acquire(&entry[i])
@@ -212,17 +221,31 @@ cdef inline bint fast_leaf(gup_t *w, const uint64_t *entry, uint64_t e, int leve
     w.addr = end
     return True
 
-cdef inline void look_ahead(const gup_t *w, const uint64_t *entry, uint64_t left) noexcept nogil:
-    """Fetch head and tail 1 of a leaf some entries on; `left` is how many the table has after this one."""
+cdef inline void look_ahead(const gup_t *w, const uint64_t *entry, uint64_t left, const uint64_t *more) noexcept nogil:
+    """Fetch head and tail 1 of a leaf some entries on; `left` is how many the table has after this one, `more` the entries
+    of the table behind it, or NULL. Without these the first leaves of each table would be waited for one by one."""
     cdef uint64_t e
-    if left >= AHEAD_LEAVES:
-        e = a64_load_relaxed(entry + AHEAD_LEAVES)
-        if e & (PTE_PRESENT | PTE_PSE) == (PTE_PRESENT | PTE_PSE) and pte_pfn(e) + 1 < w.m.nr_pages:
-            prefetch_write(&w.m.map[pte_pfn(e)])
-            prefetch_write(&w.m.map[pte_pfn(e) + 1])
+    if mm_likely(left >= AHEAD_LEAVES):
+        entry += AHEAD_LEAVES
+    elif more != NULL:
+        entry = more + (AHEAD_LEAVES - 1 - left)
+    else:
+        return
+    e = a64_load_relaxed(entry)
+    if e & (PTE_PRESENT | PTE_PSE) == (PTE_PRESENT | PTE_PSE) and pte_pfn(e) + 1 < w.m.nr_pages:
+        prefetch_write(&w.m.map[pte_pfn(e)])
+        prefetch_write(&w.m.map[pte_pfn(e) + 1])
 
-cdef bint fast_table(gup_t *w, uint64_t table, int level, uint64_t end) noexcept nogil:
-    """The entries of one upper table from w.addr up to end. False: the walk ends here."""
+cdef inline const uint64_t *table_behind(const gup_t *w, const uint64_t *entry, const uint64_t *last) noexcept nogil:
+    """The entries of the table that the next entry names; NULL when there is none."""
+    cdef uint64_t e
+    if entry == last:
+        return NULL
+    e = a64_load_acquire(entry + 1)
+    return table_at(w.m, pte_pfn(e)) if e & (PTE_PRESENT | PTE_PSE) == PTE_PRESENT else NULL
+
+cdef bint fast_table(gup_t *w, uint64_t table, int level, uint64_t end, const uint64_t *more) noexcept nogil:
+    """The entries of one upper table from w.addr up to end; `more`: of the table behind it. False: the walk ends here."""
     cdef mem_t *m = w.m
     cdef pgd_t *g = &w.mm.pgd
     cdef uint64_t *entry = table_at(m, table) + table_index(g, w.addr, level)
@@ -233,14 +256,14 @@ cdef bint fast_table(gup_t *w, uint64_t table, int level, uint64_t end) noexcept
         e = a64_load_acquire(entry)
         next = level_end(g, w.addr, end, level)
         if pte_leaf(e, level):
-            look_ahead(w, entry, <uint64_t>(last - entry))
+            look_ahead(w, entry, <uint64_t>(last - entry), more)
             ok = fast_leaf(w, entry, e, level, next)
         elif not pte_table(e, level):
             return False
         elif level == 1:
-            ok = fast_ptes(w, entry, e, next)
+            ok = fast_ptes(w, entry, e, next, table_behind(w, entry, last) if next < end else NULL)
         else:
-            ok = fast_table(w, pte_pfn(e), level - 1, next)
+            ok = fast_table(w, pte_pfn(e), level - 1, next, table_behind(w, entry, last))
         if mm_unlikely(not ok):
             return False
         entry += 1
@@ -300,7 +323,7 @@ cdef void gup_fast(gup_t *w) noexcept nogil:
         while w.addr < w.end and fast_page(w):
             pass
     else:
-        fast_table(w, mm.pgd.top, mm.pgd.levels - 1, w.end)
+        fast_table(w, mm.pgd.top, mm.pgd.levels - 1, w.end, NULL)
     walk_leave(&mm.pgd, token)
     count_walk(w)
     if pin:

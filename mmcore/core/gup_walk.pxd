@@ -100,6 +100,7 @@ cdef struct gup_t:              # one walk, or a stretch of one
     uint64_t room
     uint64_t next_pfn           # what would extend the last leaf
     bint growing                # leaf is malloc'ed and may grow
+    const uint64_t *fetched     # the entries whose first pages were prefetched from the table before
     # counted at the end
     uint64_t pins
     uint64_t ref_atomics
