@@ -10,6 +10,12 @@ cdef enum:
     AHEAD = 64                  # entries whose struct pages are fetched in advance
     AHEAD_LEAVES = 16           # also beyond the end of the range: who asks for 512 pages will ask for the next
 
+cdef extern from *:
+    """
+    #define MM_PFN_STEP (1ULL << 12)
+    """
+    const uint64_t PFN_STEP "MM_PFN_STEP"      # between the entries of neighbours
+
 cdef inline uint64_t needed_bits(const gup_t *w) noexcept nogil:
     """What an entry must have for the access (pte_access_permitted)."""
     return PTE_PRESENT | PTE_USER | (PTE_RW if w.flags & FOLL_WRITE else 0)
@@ -76,94 +82,117 @@ cdef bint fast_pte(gup_t *w, const uint64_t *entry, uint64_t e, const uint64_t *
     note_leaf(w, pfn, 1)
     return True
 
+cdef struct grab_t:             # what a row of neighbours must look like, and what each of them gets
+    page_t *map
+    const uint64_t *pmd         # the entry that names their table, and what it was
+    uint64_t pmd_was
+    uint64_t odd                # of page.flags: none of these
+    uint64_t must               # all of these
+    uint32_t amount
+    uint32_t most               # references below the bias, from which on a folio must be marked as having many
+
+cdef uint64_t grab_row(const grab_t *g, const uint64_t *entry, uint64_t n, const uint64_t *ahead, bint *wrong) noexcept nogil:
+    """References on small anonymous pages whose entries count up by one page, with the same bits; how many, up to n. The page
+    behind them is another kind, or somebody was in the way; or `wrong`: the last one is ours, but changed meanwhile.
+
+    Nothing is stored in the loop but what the locked instruction writes: it would wait for each store before it. Neither are
+    the PFNs. That is why the row is a function of its own, with all it needs in registers.
+    """
+    cdef uint64_t i, e = a64_load_acquire(entry), flags
+    cdef page_t *page = &g.map[pte_pfn(e)]
+    cdef uint64_t odd = g.odd, both = g.odd | g.must, must = g.must
+    cdef uint32_t refs, amount = g.amount, most = g.most
+    for i in range(n):
+        if a64_load_acquire(&entry[i]) != e:
+            return i        # before its page is looked at: nobody fetched that
+        if ahead != NULL:
+            prefetch_write(&g.map[pte_pfn(a64_load_relaxed(&ahead[i]))])
+        flags = a64_load_relaxed(&page.flags)
+        refs = refs_load(page)
+        if mm_unlikely(flags & both != must or a64_load_relaxed(&page.compound_info) & 1
+                       or not page.mapping & FOLIO_MAPPING_ANON or <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0
+                       or refs & (GUP_PIN_COUNTING_BIAS - 1) >= most):
+            return i
+        if mm_unlikely(not a32_cas_acq_rel(&page._refcount, &refs, refs + amount)):
+            return i
+        mm_after_rmw()
+        if mm_unlikely(a64_load_acquire(&entry[i]) != e or a64_load_relaxed(g.pmd) != g.pmd_was
+                       or a64_load_relaxed(&page.flags) & both != must or a64_load_relaxed(&page.compound_info) & 1
+                       or not page.mapping & FOLIO_MAPPING_ANON):
+            wrong[0] = True
+            return i + 1
+        if mm_unlikely(not flags >> PG_referenced & 1):
+            set_flag(page, PG_referenced)
+        e += PFN_STEP
+        page += 1
+    return n
+
 cdef bint fast_ptes(gup_t *w, const uint64_t *pmd, uint64_t pmd_was, uint64_t end, const uint64_t *more) noexcept nogil:
     """The entries of one table from w.addr on; `more`: of the table behind it, when the walk goes on there. False: the walk
     ends here.
 
-    Small anonymous pages, what most of memory is, have the loop to themselves: one line of mem_map each, one
-    compare-and-swap, and runs kept in registers. Everything else takes fast_pte.
+    Small anonymous pages, what most of memory is, are taken in rows: one line of mem_map each, and one compare-and-swap.
+    Everything else takes fast_pte.
     """
     cdef mem_t *m = w.m
-    cdef page_t *map = m.map
-    cdef page_t *page
     # The entries lead nowhere when the table was unlinked before we came: the second look at the PMD sees that.
     cdef const uint64_t *entry = table_at(m, pte_pfn(pmd_was)) + table_index(&w.mm.pgd, w.addr, 0)
-    cdef const uint64_t *ahead = entry + AHEAD
-    cdef uint64_t i, n = (end - w.addr) >> m.page_shift, e, pfn, flags, first = 0, run = 0, taken = 0
-    cdef uint64_t need = needed_bits(w), mask = need | PTE_SPECIAL, pages = m.nr_pages
-    cdef uint64_t odd = (ONE << PG_head) | (ONE << PG_hwpoison) | (<uint64_t>4 << ZONE_SHIFT)
-    cdef uint32_t refs, amount = GUP_PIN_COUNTING_BIAS if w.flags & FOLL_PIN else 1
-    cdef bint ok = True, longterm = (w.flags & FOLL_LONGTERM) != 0, pin = (w.flags & FOLL_PIN) != 0
+    cdef uint64_t i, n = (end - w.addr) >> m.page_shift, e, pfn, row, got, taken = 0
+    cdef uint64_t need = needed_bits(w), mask = need | PTE_SPECIAL
+    cdef bint ok = True, wrong = False, longterm = (w.flags & FOLL_LONGTERM) != 0, pin = (w.flags & FOLL_PIN) != 0
     cdef bint exclusive = w.flags & (FOLL_PIN | FOLL_WRITE) == FOLL_PIN
+    cdef grab_t g
+    g.map = m.map
+    g.pmd = pmd
+    g.pmd_was = pmd_was
+    g.odd = (ONE << PG_head) | (ONE << PG_hwpoison) | (<uint64_t>4 << ZONE_SHIFT)
+    g.amount = GUP_PIN_COUNTING_BIAS if pin else 1
+    g.most = GUP_PIN_COUNTING_BIAS if pin else GUP_PIN_COUNTING_BIAS // 2 - 1
     if entry != w.fetched:
         for i in range(min(n, <uint64_t>AHEAD)):
             e = a64_load_relaxed(&entry[i])
-            if e & mask == need and pte_pfn(e) < pages:
-                prefetch_write(&map[pte_pfn(e)])
+            if e & mask == need and pte_pfn(e) < m.nr_pages:
+                prefetch_write(&m.map[pte_pfn(e)])
     if n < AHEAD:
-        ahead = more = NULL
+        more = NULL
     w.fetched = more
     i = 0
     while i < n:
-        if mm_unlikely(i + AHEAD == n):
-            # The last ones of this table fetch the first ones of the next.
-            ahead = more - i if more != NULL else NULL
-        if mm_likely(ahead != NULL):
-            e = a64_load_relaxed(&ahead[i])
-            if mm_likely(e & mask == need):
-                prefetch_write(&map[pte_pfn(e)])
         e = a64_load_acquire(&entry[i])
         pfn = pte_pfn(e)
-        if mm_unlikely(e & mask != need or pfn >= pages or w.nr_leaves + 1 >= w.room):
-            # With one word left, the run in our hands would have none.
+        # With one word left, the row in our hands would have none.
+        if mm_unlikely(e & mask != need or pfn >= m.nr_pages or w.nr_leaves + 1 >= w.room):
             ok = False
             break
-        page = &map[pfn]
-        flags = a64_load_relaxed(&page.flags)
-        refs = refs_load(page)
-        if mm_unlikely(flags & odd or a64_load_relaxed(&page.compound_info) & 1 or not page.mapping & FOLIO_MAPPING_ANON
-                       or <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0):
-            if run:
-                note_leaf(w, first, run)
-                run = 0
-            ok = fast_pte(w, &entry[i], e, pmd, pmd_was)
-            if not ok:
-                break
-            i += 1
-            continue
-        while mm_unlikely(not a32_cas_acq_rel(&page._refcount, &refs, refs + amount)):
-            if <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0:
-                refs = 0
-                break
-        if mm_unlikely(refs == 0):
-            ok = False
-            break
-        mm_after_rmw()
-        taken += 1
-        if mm_unlikely(a64_load_acquire(&entry[i]) != e or a64_load_relaxed(pmd) != pmd_was
-                       or a64_load_relaxed(&page.compound_info) & 1 or (a64_load_relaxed(&page.flags) & odd) != 0
-                       or not page.mapping & FOLIO_MAPPING_ANON
-                       or (longterm and not longterm_pinnable(m, pfn))
-                       or (exclusive and not e & PTE_RW and not test_flag(page, PG_owner_2))):
+        # A row ends with the table, with memory, and where what is fetched ahead goes over to the next table.
+        row = min(n - i, m.nr_pages - pfn)
+        if i + AHEAD < n:
+            row = min(row, n - AHEAD - i)
+        got = 0
+        if longterm:
+            # Zones and migrate types are those of whole page blocks.
+            row = min(row, (ONE << m.pageblock_order) - (pfn & ((ONE << m.pageblock_order) - 1)))
+        if not longterm or longterm_pinnable(m, pfn):
+            g.must = ONE << PG_owner_2 if exclusive and not e & PTE_RW else 0
+            got = grab_row(&g, entry + i, row, entry + i + AHEAD if i + AHEAD < n else more + (i + AHEAD - n) if more != NULL else NULL,
+                           &wrong)
+        taken += got
+        if mm_unlikely(wrong):
             # Whatever it is now, what we added is to be taken off the word that it was added to.
             if pin:
                 stat_add(m, NR_FOLL_PIN_RELEASED, 1)
-            put_grabbed(m, pfn, amount)
+            got -= 1
+            put_grabbed(m, pfn + got, g.amount)
             ok = False
+        if got:
+            note_leaf(w, pfn, got)
+            i += got
+        elif ok:
+            ok = fast_pte(w, &entry[i], e, pmd, pmd_was)
+            if ok:
+                i += 1
+        if not ok:
             break
-        if not pin:
-            note_plain_refs(page, refs, 1)
-        if mm_unlikely(not (flags >> PG_referenced) & 1):
-            set_flag(page, PG_referenced)
-        if mm_unlikely(pfn != first + run or run == LEAF_MAX_PAGES):
-            if run:
-                note_leaf(w, first, run)
-            first = pfn
-            run = 0
-        run += 1
-        i += 1
-    if run:
-        note_leaf(w, first, run)
     w.addr += i << m.page_shift
     w.leaf_walks += i
     w.head_lookups += taken
