@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))     # after an installed one
 
 from mmcore.bench import alloc, report  # noqa: E402
 from mmcore.core.size import parse_size  # noqa: E402

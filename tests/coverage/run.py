@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Count which lines of mmcore/ the suite runs, Cython and Python alike: run.py [--least PERCENT] [pytest words].
+
+Cython's lines are counted by gcov, at the speed of compiled code and in threads without the GIL: the C files name the line of
+the .pyx that each of theirs comes from. Python's are counted by coverage.py. The build is in build/coverage, and the modules
+of the working tree stay what they are. Lines that nobody ran are in build/coverage/missing.txt. A line is left out when it
+says so, with the reason: `# pragma: no cover - WHY`. Exit status: 1 below PERCENT, or when a test failed.
+"""
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WHERE = ROOT / "build" / "coverage"
+LEAST = 95.0
+FLAGS = "-O1 --coverage -fprofile-update=atomic"
+LEFT_OUT = "pragma: no cover"
+
+
+def hold_lines(text):
+    """Return C in which each line says which line of the .pyx it is of; Cython says it once, and the next ones count on."""
+    out, here, open_comment, continued = [], None, False, False
+    for line in text.splitlines():
+        said = re.match(r'#line (\d+) "(.*)"$', line)
+        if said:
+            here = f'#line {said[1]} "{said[2]}"'
+            continue
+        if "Runtime support code" in line:
+            here = None
+        if here and not open_comment and not continued:
+            out.append(here)
+        out.append(line)
+        continued = line.endswith("\\")
+        code = re.sub(r"/\*.*?\*/", "", line)
+        open_comment = "*/" not in code if open_comment else "/*" in code
+    return "\n".join(out) + "\n"
+
+
+def build():
+    """Compile the tree into build/coverage/lib."""
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)
+    import setup as tree
+    from Cython.Build import cythonize
+    from setuptools import Extension
+    from setuptools.dist import Distribution
+
+    made = cythonize(tree.extensions, nthreads=tree.JOBS, compiler_directives=tree.DIRECTIVES, build_dir=str(WHERE / "cython"),
+                     emit_linenums=True, quiet=True)
+    extensions = []
+    for extension in made:
+        source = Path(extension.sources[0])
+        target = WHERE / "c" / source.relative_to(WHERE / "cython" if source.is_absolute() else (WHERE / "cython").relative_to(ROOT))
+        text = hold_lines(source.read_text())
+        if not target.exists() or target.read_text() != text:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+        extensions.append(Extension(extension.name, [str(target.relative_to(ROOT))], depends=tree.HEADERS,
+                                    include_dirs=[str(tree.CORE)], extra_compile_args=tree.CFLAGS + FLAGS.split(),
+                                    extra_link_args=tree.LDFLAGS + ["--coverage"]))
+    options = {"build": {"build_base": str(WHERE / "tmp"), "build_lib": str(WHERE / "lib")}}
+    distribution = Distribution({"name": "mmcore", "packages": [], "ext_modules": extensions, "options": options,
+                                 "script_name": "setup.py"})
+    distribution.parse_config_files()
+    distribution.packages = [str(path.parent.relative_to(ROOT)).replace("/", ".") for path in ROOT.glob("mmcore/**/__init__.py")]
+    distribution.ext_modules = extensions
+    command = distribution.get_command_obj("build_ext")
+    command.parallel = tree.JOBS
+    distribution.run_command("build")
+
+
+def run(words):
+    """Run the suite on the build; returns pytest's exit status."""
+    for old in [*WHERE.rglob("*.gcda"), *WHERE.glob(".coverage*")]:
+        old.unlink()
+    settings = WHERE / "coveragerc"
+    settings.write_text(f"[run]\nsource = {WHERE / 'lib' / 'mmcore'}\ndata_file = {WHERE / '.coverage'}\nparallel = true\n"
+                        "patch = subprocess\nconcurrency = thread\n")
+    env = {**os.environ, "PYTHONPATH": str(WHERE / "lib"), "COVERAGE_RCFILE": str(settings)}
+    # From the tests' directory: the root has a package mmcore of its own.
+    return subprocess.run([sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q", "-p",
+                           "no:cacheprovider", *(words or ["."])], cwd=ROOT / "tests", env=env).returncode
+
+
+def cython_lines():
+    """Return {file: {line: times}} of the .pyx and .pxd, from gcov."""
+    counts = defaultdict(lambda: defaultdict(int))
+    for data in sorted(WHERE.rglob("*.gcda")):
+        done = subprocess.run(["gcov", "--json-format", "--stdout", data], cwd=ROOT, capture_output=True, text=True, check=True)
+        for part in done.stdout.splitlines():
+            for file in json.loads(part)["files"]:
+                if file["file"].startswith("mmcore/"):
+                    for line in file["lines"]:
+                        counts[file["file"]][line["line_number"]] += line["count"]
+    return counts
+
+
+def python_lines():
+    """Return the same of the .py files, from coverage.py."""
+    settings, report = WHERE / "coveragerc", WHERE / "python.json"
+    subprocess.run([sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={settings}"], cwd=WHERE, check=True)
+    subprocess.run([sys.executable, "-m", "coverage", "json", "-q", f"--rcfile={settings}", "-o", report], cwd=WHERE, check=True)
+    counts = {}
+    for name, file in json.loads(report.read_text())["files"].items():
+        name = str(Path(WHERE, name).resolve().relative_to(WHERE / "lib"))
+        counts[name] = {line: 1 for line in file["executed_lines"]} | {line: 0 for line in file["missing_lines"]}
+    return counts
+
+
+def report(counts, least):
+    """Print a line a file, write the lines that nobody ran, and return whether enough were."""
+    total = ran = left_out = 0
+    missing = []
+    for name in sorted(counts):
+        text = (ROOT / name).read_text().splitlines()
+        lines = {n: times for n, times in counts[name].items()
+                 if 0 < n <= len(text) and text[n - 1].strip() and not text[n - 1].lstrip().startswith("#")}
+        skipped = [n for n in lines if LEFT_OUT in text[n - 1]]
+        lines = {n: times for n, times in lines.items() if n not in skipped}
+        missed = sorted(n for n, times in lines.items() if times == 0)
+        missing += [f"{name}:{n}: {text[n - 1].strip()}" for n in missed]
+        total, ran, left_out = total + len(lines), ran + len(lines) - len(missed), left_out + len(skipped)
+        if lines:
+            print(f"{name:<40}{len(lines):>6} lines{len(missed):>6} not run{100 - 100 * len(missed) / len(lines):>8.1f} %")
+    (WHERE / "missing.txt").write_text("\n".join(missing) + "\n")
+    share = 100 * ran / total
+    print(f"{share:.1f} % of {total} lines were run, at least {least} % must be; {left_out} are left out by a remark; "
+          f"the others are in {(WHERE / 'missing.txt').relative_to(ROOT)}")
+    return share >= least
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--least", type=float, default=LEAST, metavar="PERCENT")
+    options, words = parser.parse_known_args(argv)
+    build()
+    status = run(words)
+    enough = report({**cython_lines(), **python_lines()}, options.least)
+    return status or not enough
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
