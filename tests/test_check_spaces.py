@@ -64,7 +64,8 @@ class Space:
         word = int(self.mm.pagemap(at, 1)[0])
         for table in self.tables():
             entry = int(self.entries(table)[index])
-            if word >> 63 and entry & 1 and entry >> 12 & (1 << 40) - 1 == self.pfn(name, page) and bool(entry & HUGE_BIT) == (name == "thp"):
+            if word >> 63 and entry & 1 and entry >> 12 & (1 << 40) - 1 == self.pfn(name, page) \
+                    and bool(entry & HUGE_BIT) == (name == "thp"):
                 return table, index
             if not word >> 63 and entry and not entry & 1:
                 return table, index
@@ -100,7 +101,8 @@ class Space:
         """Copy an entry to where nothing is mapped, and count it."""
         table, index = self.place(name, page)
         entries = self.entries(table)
-        free = next(k for k in range(512) if entries[k] == 0 and self.mm.find_vma(getattr(self, name) + (k - index) * PAGE) is None)
+        free = next(k for k in range(512) if entries[k] == 0
+                    and self.mm.find_vma(getattr(self, name) + (k - index) * PAGE) is None)
         entries[free] = entries[index]
         poke(self.mem, table, "index", int(self.mem.pages["index"][table]) + 1)
 
