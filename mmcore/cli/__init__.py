@@ -8,7 +8,8 @@ import importlib
 import os
 import sys
 
-VERBS = ("register", "mr-test")        # one module of this package each: mr-test is mr_test.py
+# One module of this package each: mr-test is mr_test.py.
+VERBS = ("register", "mr-test", "capture", "backing")
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -33,7 +34,8 @@ def main(argv=None):
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        _say(args, error.strerror or str(error))
+        where = f"{error.filename}: " if error.filename else ""
+        _say(args, where + (error.strerror or str(error)))
         return EXIT_ERROR
     except (ValueError, RuntimeError, MemoryError) as error:
         _say(args, str(error) or type(error).__name__)

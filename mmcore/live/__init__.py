@@ -17,8 +17,9 @@ from .errors import NotPossible
 from .iouring import KernelRegister, Prediction, kernel_register, predict_iouring_pins
 from .limits import Limits, Preflight, limits, preflight
 from .replay import Replay
+from .thp import why_not_huge
 from .units import format_size, parse_size
-from .vma import Vma, vmas, why_not_huge
+from .vma import Vma, vmas
 from .vmstat import foll_pins, vmstat
 
 __all__ = [

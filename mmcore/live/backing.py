@@ -3,7 +3,7 @@
 Works on captured pages and on modelled ones alike.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -30,10 +30,12 @@ class Backing:
     by_size: dict = field(default_factory=dict)      # folio size in bytes -> bytes mapped
     by_kind: dict = field(default_factory=dict)      # "anon", "shmem", "file", ... -> bytes
     not_huge: list = field(default_factory=list)     # [(start, end, reason)]
+    mappings: list = field(default_factory=list)     # MappingBacking of each mapping; empty for a model
 
     def as_dict(self):
         """Return plain data for JSON."""
-        data = asdict(self)
+        data = asdict(replace(self, mappings=[]))
+        data["mappings"] = [one.as_dict() for one in self.mappings]
         data["by_size"] = {str(size): nbytes for size, nbytes in self.by_size.items()}
         return data
 
@@ -57,7 +59,6 @@ def describe(pfns, heads, orders, flags, page_size, not_huge=()):
     """Return the Backing of pages in buffer order; PFN 0 is a hole."""
     here = pfns != 0
     present = int(np.count_nonzero(here))
-    sizes, counts = np.unique(orders[here], return_counts=True)
     run_lengths = physical_runs(pfns, page_size)[1]
     per_segment = MAX_SEGMENT // page_size
     return Backing(
@@ -68,10 +69,21 @@ def describe(pfns, heads, orders, flags, page_size, not_huge=()):
         folios=_distinct(heads[here]),
         runs=len(run_lengths),
         sg_segments=int(np.sum(-(-run_lengths // per_segment))),
-        by_size={page_size << int(o): int(n) * page_size for o, n in zip(sizes, counts)},
-        by_kind={k: n * page_size for k, n in kinds(flags[here]).items() if n},
+        by_size=folio_sizes(orders[here], page_size),
+        by_kind=kind_bytes(flags[here], page_size),
         not_huge=list(not_huge),
     )
+
+
+def folio_sizes(orders, page_size):
+    """Return folio size in bytes -> bytes of the pages of these orders."""
+    counts = np.bincount(orders)
+    return {page_size << order: int(counts[order]) * page_size for order in np.flatnonzero(counts).tolist()}
+
+
+def kind_bytes(flags, page_size):
+    """Return kind -> bytes of the pages with these kpageflags words."""
+    return {kind: pages * page_size for kind, pages in kinds(flags).items() if pages}
 
 
 def _distinct(values):

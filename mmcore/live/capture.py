@@ -1,65 +1,75 @@
-"""A snapshot of the pages behind a buffer of this or another process, kept as arrays."""
+"""A snapshot of the pages behind a buffer of this or another process, and of the machine around it, as arrays."""
 
 import errno
-import json
 import mmap
-import os
-import platform
-import zipfile
-import zlib
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from mmcore.core.errors import MMError
 
+from . import capturefile
 from .backing import describe
+from .capturefile import MAX_PAGES, PAGES
 from .errors import NotPossible
-from .limits import Limits, limits, require_proc, vanished
-from .pagemap import KPF_NOPAGE, KPageFile, folio_extents, has_flag, pfns_of, read_pagemap
+from .frames import Frames, read_frames
+from .limits import Limits, limits, memory_lines, open_proc, require_proc, rlimits, status
+from .machine import Machine, machine
+from .pagemap import pfns_of
+from .scan import PAGE_IS_PRESENT, PAGE_IS_SWAPPED, scan
+from .settle import holds_pages, settle
+from .thp import why_not_huge
 from .units import format_size
-from .vma import Vma, vmas, why_not_huge
+from .vma import Vma, nameless, vmas
 
-FORMAT = "mmcore-capture"
-VERSION = 1
-ARRAYS = {
-    "starts": np.uint64, "counts": np.uint64, "words": np.uint64, "flags": np.uint64,
-    "mapcounts": np.uint64, "heads": np.uint64, "orders": np.uint8,
-}
-TRIES = 4
-MAX_PAGES = 1 << 27          # 512 GiB of 4 KiB pages: 4 GiB of arrays
+SPARSE = 1 << 30             # bytes: of larger mappings only the populated stretches are kept, where the kernel tells them
+STRETCH = 2 << 20            # bytes: stretches are widened to this, so that few are needed
+WHOLE = 1 << 64
+NO_LIMITS = Limits(0, None, None, 0, 0, False)
 
 
 class Capture:
-    """The pages of one or more address ranges of a process at one moment.
+    """The pages of one or more address ranges of a process at one moment, the machine around them, and its frames.
 
     `.pfns` (uint64, 0: not present), `.flags` (kpageflags words), `.mapcounts`
     (kpagecount words: how often a page is mapped, which is not its reference count),
-    `.heads`, `.orders` (the folio of each page), `.words` (pagemap) are arrays of one
-    entry a page, in address order. `.vmas` are the mappings looked at, `.limits` the
-    process's memlock limits, `.moved` the pages that changed while they were read.
+    `.heads`, `.orders` (the folio of each page), `.words` (pagemap), `.leaves` (bool: mapped by
+    a PMD or PUD entry; None where the kernel does not say) are arrays of one entry a page, in
+    address order. `.vmas` are the mappings looked at, `.limits` the process's memlock limits,
+    `.rlimits` all of them, `.status` its memory lines (bytes), `.machine` the settings, zones
+    and pools. `.frames` holds every frame of the machine, or None. `.moved` counts pages left
+    out because they changed while they were read, `.partial` says in words what is missing.
+    `.pid` is 0 where no process was captured.
     """
 
     def __init__(self, info, arrays):
         self.pid = info["pid"]
-        self.command = info["command"]
-        self.kernel = info["kernel"]
         self.page_size = info["page_size"]
         self.moved = info["moved"]
+        self.partial = list(info.get("partial", ()))
+        self.when = info.get("when", 0)                    # seconds since 1970
+        self.whole = info.get("whole", False)              # all mappings, not a range of them
         self.limits = Limits(**info["limits"])
+        self.rlimits = {name: tuple(pair) for name, pair in info.get("rlimits", {}).items()}
+        self.status = dict(info.get("status", {}))
+        self.machine = Machine.from_dict(info["machine"]) if "machine" in info else Machine(info.get("kernel", ""))
+        self.kernel = self.machine.kernel
         self.vmas = [Vma(**{**v, "flags": tuple(v["flags"])}) for v in info["vmas"]]
-        self.not_huge = [tuple(row) for row in info["not_huge"]]
-        for name in ARRAYS:
-            array = arrays[name]
-            array.flags.writeable = False
-            setattr(self, name, array)
-        self.pfns = pfns_of(self.words)
-        self.pfns.flags.writeable = False
+        for name, kind in {"starts": np.uint64, "counts": np.uint64, **PAGES}.items():
+            if name != "leaves":
+                setattr(self, name, read_only(np.asarray(arrays[name], kind)))
+        leaves = arrays.get("leaves") if info.get("has_leaves", False) else None
+        self.leaves = None if leaves is None else read_only(leaves.astype(bool))
+        self.pfns = read_only(pfns_of(self.words))
+        self.frames = None
+        if len(arrays.get("frame_flags", ())):
+            self.frames = Frames(read_only(arrays["frame_flags"]), read_only(arrays["frame_mapcounts"]))
 
     @property
     def addr(self):
-        """Return the address of the first page."""
-        return int(self.starts[0])
+        """Return the address of the first page; 0 where no page was looked at."""
+        return int(self.starts[0]) if len(self.starts) else 0
 
     @property
     def length(self):
@@ -70,16 +80,28 @@ class Capture:
     def addresses(self):
         """Return the address of each page as uint64."""
         size = np.uint64(self.page_size)
-        return np.concatenate([
+        return np.concatenate([np.zeros(0, np.uint64)] + [
             start + np.arange(int(count), dtype=np.uint64) * size
             for start, count in zip(self.starts, self.counts)
         ])
 
+    @property
+    def thp_disabled(self):
+        """Return whether the process turned THP off for itself."""
+        return self.status.get("THP_enabled", 1) == 0
+
+    @property
+    def not_huge(self):
+        """Return (start, end, reason) of each mapping that is not huge throughout."""
+        reasons = ((vma, why_not_huge(vma, self.machine, self.thp_disabled)) for vma in self.vmas)
+        return [(vma.start, vma.end, why) for vma, why in reasons if why]
+
     def backing(self):
-        """Tell what backs the pages: Backing, by folio size, kind and physical run."""
-        return describe(
-            self.pfns, self.heads, self.orders, self.flags, self.page_size, self.not_huge
-        )
+        """Tell what backs the pages: Backing, by folio size, kind and physical run, in total and by mapping."""
+        from .mapped import by_mapping
+
+        total = describe(self.pfns, self.heads, self.orders, self.flags, self.page_size, self.not_huge)
+        return replace(total, mappings=by_mapping(self))
 
     def replay(self):
         """Build an engine with the same frames and folios: Replay(.mem .pages .mm).
@@ -91,140 +113,177 @@ class Capture:
         return replay(self)
 
     def save(self, path):
-        """Write the capture to a file; it appears whole or not at all. Raises OSError."""
+        """Write the capture to a file; it appears whole or not at all. Raises OSError.
+
+        No content of memory goes into it, and of names only those of the mappings.
+        """
+        names = list(dict.fromkeys(name for vma in self.vmas for name in vma.sizes))
         info = {
-            "format": FORMAT, "version": VERSION, "pid": self.pid, "command": self.command,
-            "kernel": self.kernel, "page_size": self.page_size, "moved": self.moved,
-            "limits": asdict(self.limits), "vmas": [asdict(v) for v in self.vmas],
-            "not_huge": self.not_huge,
+            "pid": self.pid, "page_size": self.page_size, "moved": self.moved, "partial": self.partial,
+            "when": self.when, "whole": self.whole, "limits": asdict(self.limits), "rlimits": self.rlimits,
+            "status": self.status, "machine": self.machine.as_dict(), "size_names": names,
+            "has_leaves": self.leaves is not None,
+            "vmas": [{key: value for key, value in vars(vma).items() if key != "sizes"} for vma in self.vmas],
         }
-        arrays = {name: getattr(self, name) for name in ARRAYS}
-        arrays["info"] = np.frombuffer(json.dumps(info).encode(), np.uint8)
-        part = f"{os.fspath(path)}.part{os.getpid()}"
-        try:
-            with open(part, "wb") as file:
-                np.savez_compressed(file, **arrays)
-            os.replace(part, path)
-        finally:
-            if os.path.exists(part):
-                os.unlink(part)
+        npages, frames = len(self.words), self.frames or Frames(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+        capturefile.save(path, info, {
+            "starts": self.starts, "counts": self.counts, "words": self.words, "flags": self.flags,
+            "mapcounts": self.mapcounts, "heads": self.heads, "orders": self.orders,
+            "leaves": np.zeros(npages, np.uint8) if self.leaves is None else self.leaves,
+            "sizes": np.array([vma.sizes.get(name, 0) for vma in self.vmas for name in names], np.uint64),
+            "frame_flags": frames.flags, "frame_mapcounts": frames.mapcounts,
+        })
 
     @classmethod
     def load(cls, path):
-        """Read a capture file; works on any machine.
+        """Read a capture file; works on any machine, without privilege.
 
-        Raises FileNotFoundError, or ValueError saying what is wrong with the file.
+        Raises FileNotFoundError, or ValueError saying what is wrong with the file. Nothing in a
+        file is executed, and one that would unpack to more than the memory here is refused.
         """
-        try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
-                info = json.loads(bytes(data["info"]))
-                if info["format"] != FORMAT:
-                    raise KeyError("info")
-                if info["version"] != VERSION:
-                    raise ValueError(
-                        f"{path}: capture version {info['version']}, this mmcore reads {VERSION}; "
-                        "use the mmcore that wrote it"
-                    )
-                arrays = {name: data[name] for name in ARRAYS}
-                _check_arrays(path, info, arrays)
-                return cls(info, arrays)
-        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, AttributeError,
-                json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{path}: not a whole mmcore capture ({type(error).__name__}); it is truncated, "
-                "damaged or another kind of file: capture again"
-            ) from None
-        except ValueError as error:
-            if str(error).startswith(str(path)):
-                raise
-            raise ValueError(
-                f"{path}: not a mmcore capture (no .npz file); capture again"
-            ) from None
+        info, arrays = capturefile.load(path)
+        names, table = info["size_names"], arrays["sizes"].reshape(len(info["vmas"]), -1)
+        for vma, row in zip(info["vmas"], table.tolist()):
+            vma["sizes"] = dict(zip(names, row))
+        return cls(info, arrays)
 
     def __repr__(self):
+        frames = "" if self.frames is None else f", {len(self.frames)} frames of the machine"
+        if not self.pid:
+            return f"<Capture of {len(self.frames or ())} frames>"
         return (
             f"<Capture pid {self.pid} {self.addr:#x}+{self.length:#x}: "
-            f"{int(np.count_nonzero(self.pfns))} of {len(self.pfns)} pages present>"
+            f"{int(np.count_nonzero(self.pfns))} of {len(self.pfns)} pages present{frames}>"
         )
 
 
-def _check_arrays(path, info, arrays):
-    for name, kind in ARRAYS.items():
-        if arrays[name].dtype != kind or arrays[name].ndim != 1:
-            raise ValueError(f"{path}: damaged capture: array {name} is {arrays[name].dtype}")
-    npages = len(arrays["words"])
-    lengths = {len(arrays[n]) for n in ("words", "flags", "mapcounts", "heads", "orders")}
-    if lengths != {npages} or int(arrays["counts"].sum()) != npages or not npages:
-        raise ValueError(f"{path}: damaged capture: its arrays disagree in length")
-    if info["page_size"] <= 0 or info["page_size"] & (info["page_size"] - 1):
-        raise ValueError(f"{path}: damaged capture: page size {info['page_size']}")
+def read_only(array):
+    """Return the array, which nobody writes any more."""
+    array.flags.writeable = False
+    return array
 
 
-def capture(target="self", addr=None, length=None):
+def capture(target="self", addr=None, length=None, *, memory=False, names=True, progress=None):
     """Snapshot the pages of a buffer, of [addr, addr + length) of a process, or of all of it.
 
-    target: "self", a PID, or a buffer object with .addr and .length. The range is widened
-    to whole pages. Without addr every mapping that can hold pages is taken.
+    target: "self", a PID, a buffer object with .addr and .length, or "memory": no process, every
+    frame of the machine, which memory=True adds to a process's pages. The range is widened to
+    whole pages. Without addr every mapping that can hold pages is taken; of mappings above 1 GiB
+    only the populated stretches then have entries. names=False leaves out the names of mappings.
+    progress(done, total, what) is called as the reading goes on.
 
-    Raises NotPossible off Linux or without CAP_SYS_ADMIN (PFNs are hidden),
-    ProcessLookupError if the process is gone, MMError (EFAULT) where nothing is mapped.
-    A process that runs on may change what is read: it is read again until two reads
-    agree, and after that `.moved` counts the pages that still differ.
+    Raises NotPossible off Linux, where the process may not be read (it takes ptrace access) or
+    without CAP_SYS_ADMIN (PFNs are hidden), ProcessLookupError if the process is gone, MMError
+    (EFAULT) where nothing is mapped. A process that runs on may change what is read: it is read
+    again until two looks agree; what never does is left out and told in `.moved` and `.partial`.
     """
     require_proc()
     pid, addr, length = _resolve(target, addr, length)
-    page_size = mmap.PAGESIZE
+    page_size, around, when = mmap.PAGESIZE, machine(), time.time()
+    info = {"page_size": page_size, "when": when, "machine": around.as_dict(), "whole": addr is None}
+    if pid is None:
+        nothing = {name: np.zeros(0, kind) for name, kind in capturefile.ARRAYS.items()}
+        info.update(pid=0, moved=0, vmas=[], limits=asdict(NO_LIMITS))
+        return Capture(info, {**nothing, **_frame_arrays(True, progress)})
+    have = limits(pid)
+    info.update(pid=have.pid, limits=asdict(have), rlimits=rlimits(pid), status=memory_lines(status(pid)))
+    layout, span = _layout(pid, addr, length, page_size)
+    found = settle(pid, layout, span, page_size, progress, steady=pid != "self")
+    listed = found.vmas if names else nameless(found.vmas)
+    info.update(moved=found.moved, partial=found.partial, vmas=[vars(vma) for vma in listed],
+                has_leaves=found.leaves is not None)
+    starts, counts = (np.array(column, np.uint64) for column in zip(*found.ranges))
+    return Capture(info, {
+        "starts": starts, "counts": counts, "words": found.words, "flags": found.flags, "mapcounts": found.mapcounts,
+        "heads": found.heads, "orders": found.orders, "leaves": found.leaves, **_frame_arrays(memory, progress),
+    })
+
+
+def _frame_arrays(wanted, progress):
+    if not wanted:
+        return {}
+    frames = read_frames(progress)
+    return {"frame_flags": frames.flags, "frame_mapcounts": frames.mapcounts}
+
+
+def _layout(pid, addr, length, page_size):
+    """Return (layout, span): what to look at, as a call to ask again, and the addresses that it lies in."""
     if addr is None:
-        found = [v for v in vmas(pid) if v.perms[:3] != "---" and v.path != "[vsyscall]"]
-        ranges = [(v.start, (v.end - v.start) // page_size) for v in found]
-        if not ranges:
-            raise NotPossible(
-                f"process {pid} has no address space (a kernel thread or a zombie)",
-                "give the PID of a user process",
-            )
-    else:
-        start = addr // page_size * page_size
-        stop = -(-(addr + length) // page_size) * page_size
-        found = vmas(pid, start, stop)
-        if not found:
-            raise MMError(
-                errno.EFAULT,
-                f"process {pid} maps nothing at {addr:#x}+{length:#x}; see /proc/{pid}/maps",
-                addr=addr,
-            )
-        ranges = [(start, (stop - start) // page_size)]
+        return lambda: _all_mappings(pid, page_size), (0, WHOLE)
+    start = addr // page_size * page_size
+    stop = -(-(addr + length) // page_size) * page_size
+    check_size([(start, (stop - start) // page_size)], page_size)
+    return lambda: _one_range(pid, start, stop, page_size), (start, stop)
+
+
+def _one_range(pid, start, stop, page_size):
+    found = vmas(pid, start, stop)
+    if not found:
+        raise MMError(
+            errno.EFAULT,
+            f"process {pid} maps nothing at {start:#x}+{stop - start:#x}; see /proc/{pid}/maps",
+            addr=start,
+        )
+    return found, [(start, (stop - start) // page_size)]
+
+
+def _all_mappings(pid, page_size):
+    found = [vma for vma in vmas(pid) if holds_pages(vma)]
+    if not found:
+        raise NotPossible(
+            f"process {pid} has no address space (a kernel thread or a zombie)",
+            "give the PID of a user process",
+        )
+    ranges = []
+    with open_proc(pid, "pagemap", "rb") as file:
+        for vma in found:
+            ranges += _populated(file, vma, page_size)
+    check_size(ranges, page_size)
+    return found, ranges
+
+
+def _populated(file, vma, page_size):
+    """Return the ranges of a mapping to read: all of it, or the stretches that hold pages where it is very large."""
+    everything = [(vma.start, (vma.end - vma.start) // page_size)]
+    if vma.end - vma.start <= SPARSE:
+        return everything
+    regions = scan(file, vma.start, vma.end, any_of=PAGE_IS_PRESENT | PAGE_IS_SWAPPED)
+    if regions is None:
+        return everything
+    stretches = []
+    for start, end in zip(regions["start"].tolist(), regions["end"].tolist()):
+        start = max(vma.start, start // STRETCH * STRETCH)
+        end = min(vma.end, -(-end // STRETCH) * STRETCH)
+        if stretches and start <= stretches[-1][1]:
+            stretches[-1] = (stretches[-1][0], max(end, stretches[-1][1]))
+        else:
+            stretches.append((start, end))
+    return [(start, (end - start) // page_size) for start, end in stretches]
+
+
+def check_size(ranges, page_size):
+    """Raise ValueError where the ranges are more pages than a capture holds."""
     npages = sum(count for _, count in ranges)
     if npages > MAX_PAGES:
         raise ValueError(
-            f"{format_size(npages * page_size)} of address space is too much for one capture; "
-            "give addr and length"
+            f"{format_size(npages * page_size)} of address space is too much for one capture "
+            f"({format_size(MAX_PAGES * page_size)} at most); give addr and length"
         )
-    words, frames, moved = _settled(pid, ranges, page_size)
-    try:
-        with open(f"/proc/{pid}/comm") as file:
-            command = file.read().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        raise vanished(pid) from None
-    have = limits(pid)
-    info = {
-        "pid": have.pid, "command": command, "kernel": platform.release(),
-        "page_size": page_size, "moved": moved, "limits": asdict(have),
-        "vmas": [asdict(v) for v in found],
-        "not_huge": [(v.start, v.end, why) for v in found for why in [why_not_huge(v)] if why],
-    }
-    starts, counts = (np.array(column, np.uint64) for column in zip(*ranges))
-    return Capture(info, {"starts": starts, "counts": counts, "words": words, **frames})
 
 
 def _resolve(target, addr, length):
-    """Return (pid, addr, length) as ints, or "self" and None."""
+    """Return (pid, addr, length) as ints, "self" and None; a pid of None stands for the machine alone."""
     if hasattr(target, "addr") and hasattr(target, "length"):
         if addr is not None or length is not None:
             raise TypeError("a buffer object brings its own addr and length")
         return "self", target.addr, target.length
+    if isinstance(target, str) and target == "memory":
+        if addr is not None or length is not None:
+            raise TypeError("the machine's memory is captured whole: no addr, no length")
+        return None, None, None
     if target != "self":
         if isinstance(target, bool) or not isinstance(target, int):
-            raise TypeError(f'target is "self", a PID or a buffer, not {target!r}')
+            raise TypeError(f'target is "self", "memory", a PID or a buffer, not {target!r}')
         if target <= 0:
             raise ValueError(f"a PID is above 0, not {target}")
     if addr is None and length is None:
@@ -234,49 +293,3 @@ def _resolve(target, addr, length):
     if addr < 0 or length <= 0 or addr + length > 1 << 64:
         raise ValueError(f"not a range of addresses: {addr:#x}+{length:#x}")
     return target, addr, length
-
-
-def _settled(pid, ranges, page_size):
-    """Read pagemap, then the frames, then pagemap again, until both reads agree.
-
-    Returns (words, {flags, mapcounts, heads, orders}, pages that moved).
-    """
-    failure = None
-    before = _words(pid, ranges, page_size)
-    for _ in range(TRIES):
-        pfns = pfns_of(before)
-        try:
-            frames = _frames(pfns)
-        except ValueError as error:          # a folio was split or freed under our eyes
-            failure, moved = error, None
-        else:
-            failure = None
-        after = _words(pid, ranges, page_size)
-        moved = int(np.count_nonzero(pfns != pfns_of(after)))
-        if not failure and not moved:
-            break
-        words, before = before, after
-    else:
-        if failure:
-            raise RuntimeError(
-                f"the folios of process {pid} changed in each of {TRIES} reads ({failure}); "
-                f"stop it while it is read: kill -STOP {pid}"
-            )
-        return words, frames, moved
-    return before, frames, 0
-
-
-def _words(pid, ranges, page_size):
-    return np.concatenate([read_pagemap(pid, start, n, page_size) for start, n in ranges])
-
-
-def _frames(pfns):
-    with KPageFile("kpageflags") as file:
-        flags = file.gather(pfns)
-        # Frames without a struct page (device memory) belong to no folio.
-        heads, orders = folio_extents(
-            np.where(has_flag(flags, KPF_NOPAGE), np.uint64(0), pfns), flags, file.span
-        )
-    with KPageFile("kpagecount") as file:
-        mapcounts = file.gather(pfns)
-    return {"flags": flags, "mapcounts": mapcounts, "heads": heads, "orders": orders}

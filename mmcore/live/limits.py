@@ -71,9 +71,15 @@ def open_proc(pid, name, mode="r"):
     require_proc()
     path = proc_path(pid, name)
     try:
-        return open(path, mode, **({"buffering": 0} if "b" in mode else {}))
-    except (FileNotFoundError, ProcessLookupError):
+        # Names in /proc are bytes that somebody chose; one that is no text must not end the reading.
+        return open(path, mode, **({"buffering": 0} if "b" in mode else {"errors": "replace"}))
+    except (FileNotFoundError, ProcessLookupError) as error:
         if os.path.exists(proc_path(pid, "status")):
+            if error.errno == errno.ESRCH:
+                raise NotPossible(
+                    f"process {pid} has no address space (a kernel thread or a zombie)",
+                    "give the PID of a user process",
+                ) from None
             raise NotPossible(
                 f"{path} does not exist on this kernel",
                 "it needs CONFIG_PROC_PAGE_MONITOR",
@@ -82,7 +88,8 @@ def open_proc(pid, name, mode="r"):
     except PermissionError:
         raise NotPossible(
             f"{path} may not be read by uid {os.geteuid()}",
-            "run as the owner of the process, or as root (CAP_SYS_PTRACE)",
+            "run as the owner of the process, or as root: reading another one's memory map takes ptrace access "
+            "(CAP_SYS_PTRACE), PFNs take CAP_SYS_ADMIN",
         ) from None
 
 
@@ -104,6 +111,28 @@ def status(pid="self"):
         except ProcessLookupError:
             raise vanished(pid) from None
     return fields
+
+
+def memory_lines(fields):
+    """Return the lines of status that count memory, in bytes, and THP_enabled as it is: Vm*, Rss*, HugetlbPages."""
+    return {key: int(value.split()[0]) << (10 if value.endswith("kB") else 0) for key, value in fields.items()
+            if key.startswith(("Vm", "Rss")) or key in ("HugetlbPages", "THP_enabled")}
+
+
+def rlimits(pid="self"):
+    """Return every limit of a process: name -> (soft, hard), None: unlimited.
+
+    Raises ProcessLookupError if it is gone, NotPossible if it may not be read.
+    """
+    found = {}
+    with open_proc(pid, "limits") as file:
+        try:
+            for line in list(file)[1:]:
+                name, soft, hard = line[:26].rstrip(), *line[26:].split()[:2]
+                found[name] = tuple(None if word == "unlimited" else int(word) for word in (soft, hard))
+        except ProcessLookupError:
+            raise vanished(pid) from None
+    return found
 
 
 def _kilobytes(fields, key):
@@ -128,12 +157,7 @@ def limits(pid="self"):
     Raises ProcessLookupError if it is gone, NotPossible off Linux.
     """
     fields = status(pid)
-    soft = hard = None
-    with open_proc(pid, "limits") as file:
-        for line in file:
-            if line.startswith("Max locked memory"):
-                words = line.split()
-                soft, hard = (None if w == "unlimited" else int(w) for w in words[3:5])
+    soft, hard = rlimits(pid).get("Max locked memory", (None, None))
     return Limits(
         pid=int(fields["Pid"]),
         soft=soft,

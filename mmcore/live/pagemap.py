@@ -26,6 +26,7 @@ KPF_MMAP, KPF_ANON, KPF_SWAPCACHE, KPF_SWAPBACKED = range(11, 15)
 KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE = range(15, 18)
 KPF_UNEVICTABLE, KPF_HWPOISON, KPF_NOPAGE, KPF_KSM, KPF_THP = range(18, 23)
 KPF_OFFLINE, KPF_ZERO_PAGE, KPF_IDLE, KPF_PGTABLE = range(23, 27)
+KPF_RESERVED = 32          # from here on: for kernel developers, without a promise to stay
 
 CHUNK_WORDS = 1 << 20      # 8 MiB a read
 NEAR = 512                 # PFNs this near are read in one run: cheaper than another syscall
@@ -38,8 +39,11 @@ def has_flag(flags, bit):
     return flags >> np.uint64(bit) & np.uint64(1) != 0
 
 
-def read_words(file, index, out):
-    """Fill the uint64 array out with words from index on; return how many there were."""
+def read_words(file, index, out, progress=None):
+    """Fill the uint64 array out with words from index on; return how many there were.
+
+    progress(words so far) is called after each 8 MiB.
+    """
     view = memoryview(out).cast("B")
     done = 0
     while done < len(view):
@@ -48,6 +52,8 @@ def read_words(file, index, out):
         if got <= 0:
             break
         done += got
+        if progress:
+            progress(done // 8)
     return done // 8
 
 
@@ -66,13 +72,18 @@ def read_pagemap(pid, addr, npages, page_size):
     if got < npages:
         # The file ends early only when there is no address space (any more).
         raise vanished(pid)
+    check_pfns_shown(pid, words)
+    return words
+
+
+def check_pfns_shown(pid, words):
+    """Raise NotPossible where pages are present but the kernel hides their PFNs, as 0."""
     present = words & PM_PRESENT != 0
     if np.any(present & (words & PM_PFN_MASK == 0)):
         raise NotPossible(
             f"/proc/{pid}/pagemap shows pages but hides their PFNs: no CAP_SYS_ADMIN",
             "run as root in the initial user namespace (in a container: --cap-add SYS_ADMIN)",
         )
-    return words
 
 
 def pfns_of(words):
@@ -115,14 +126,12 @@ class KPageFile:
     def gather(self, pfns):
         """Return the word of each PFN, in order; 0 for PFN 0, which stands for no page."""
         out = np.zeros(len(pfns), np.uint64)
-        wanted, where = np.unique(pfns, return_inverse=True)
-        words = np.zeros(len(wanted), np.uint64)
+        order = np.argsort(pfns, kind="stable")           # nearly sorted already: a merge sort is one pass
+        order = order[np.count_nonzero(pfns == 0):]
+        wanted = pfns[order]
         for first, last in near_runs(wanted, NEAR):
             start, stop = int(wanted[first]), int(wanted[last]) + 1
-            words[first:last + 1] = self.span(start, stop)[wanted[first:last + 1] - np.uint64(start)]
-        words[wanted == 0] = 0
-        if len(wanted):
-            out[:] = words[where.reshape(-1)]
+            out[order[first:last + 1]] = self.span(start, stop)[wanted[first:last + 1] - np.uint64(start)]
         return out
 
 
@@ -136,13 +145,13 @@ def near_runs(values, near):
     yield from zip(firsts.tolist(), lasts.tolist())
 
 
-def folio_extents(pfns, flags, span):
+def folio_extents(pfns, flags, span, torn=None):
     """Find the folio of each page: (heads uint64, orders uint8), 0 and 0 where pfns is 0.
 
     span(start, stop) returns kpageflags words; the frames *around* the captured pages are
     read too, since a folio may begin before and end after what the buffer maps of it.
-    Raises ValueError where the flags are not those of whole, aligned folios: they changed
-    between two reads.
+    Where the flags are not those of whole, aligned folios, they changed between two reads:
+    the bool array torn is set there, and without it ValueError raised.
     """
     heads = pfns.copy()
     orders = np.zeros(len(pfns), np.uint8)
@@ -154,13 +163,18 @@ def folio_extents(pfns, flags, span):
     wanted, back = np.unique(pfns[where], return_inverse=True)
     found_heads = np.zeros(len(wanted), np.uint64)
     found_orders = np.zeros(len(wanted), np.uint8)
+    found_bad = np.zeros(len(wanted), bool)
     blocks = wanted >> np.uint64(BLOCK_ORDER)
     for first, last in near_runs(blocks, 1):
         start = int(blocks[first]) << BLOCK_ORDER
         stop = (int(blocks[last]) + 1) << BLOCK_ORDER
         start, words = _whole_folios(start, stop, span)
         some = slice(first, last + 1)
-        found_heads[some], found_orders[some] = _units(wanted[some], start, words)
+        found_heads[some], found_orders[some], found_bad[some] = _units(wanted[some], start, words)
+    if torn is not None:
+        torn[where] = found_bad[back.reshape(-1)]
+    elif np.any(found_bad):
+        raise ValueError(f"PFN {int(wanted[np.argmax(found_bad)]):#x} lies in frames that are no folio")
     heads[where] = found_heads[back.reshape(-1)]
     orders[where] = found_orders[back.reshape(-1)]
     return heads, orders
@@ -193,22 +207,16 @@ def _is_tail(word):
 
 
 def _units(wanted, start, words):
-    """Return (heads, orders) of wanted PFNs: a frame that is no tail starts a unit."""
+    """Return (heads, orders, bad) of wanted PFNs: a frame that is no tail starts a unit; bad ones are no folio."""
     starts = np.flatnonzero(~has_flag(words, KPF_COMPOUND_TAIL))
+    if not len(starts):
+        return wanted, np.zeros(len(wanted), np.uint8), np.ones(len(wanted), bool)
     lengths = np.diff(np.append(starts, len(words)))
     index = (wanted - np.uint64(start)).astype(np.int64)
     unit = np.searchsorted(starts, index, side="right") - 1
-    if np.any(unit < 0):
-        raise ValueError(f"PFN {wanted[0]:#x} is a tail without a head")
     heads = (starts[unit] + start).astype(np.uint64)
     sizes = lengths[unit]
     orders = np.log2(sizes).astype(np.uint8)
     bad = (np.left_shift(1, orders.astype(np.int64)) != sizes) | (heads % sizes.astype(np.uint64) != 0)
-    bad |= ~has_flag(words[starts[unit]], KPF_COMPOUND_HEAD)
-    if np.any(bad):
-        at = int(np.flatnonzero(bad)[0])
-        raise ValueError(
-            f"PFN {int(wanted[at]):#x} lies in {int(sizes[at])} frames from {int(heads[at]):#x}, "
-            "which are no folio"
-        )
-    return heads, orders
+    bad |= ~has_flag(words[starts[unit]], KPF_COMPOUND_HEAD) | (unit < 0)
+    return heads, orders, bad

@@ -1,12 +1,11 @@
-"""The mappings of a process, from /proc/PID/smaps, and why one of them is not huge."""
+"""The mappings of a process, from /proc/PID/smaps."""
 
-import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 
-from .buffer import thp_enabled, thp_size
 from .limits import open_proc, vanished
+from .scan import mappings, parse_line
 
-_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) (\S+) (\d+)\s*(.*)")
+KERNEL_NAMES = ("[heap]", "[stack]", "[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]", "[uprobes]")
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,47 @@ class Vma:
     rss: int = 0                     # bytes
     huge: int = 0                    # bytes mapped by PMD: anon, shmem and file
     flags: tuple = ()                # VmFlags, two letters each
+    sizes: dict = field(default_factory=dict, hash=False)   # every line of smaps: name -> bytes, THPeligible as it is
 
     @property
     def hugetlb(self):
         """Return whether hugetlb pages back the mapping."""
         return "ht" in self.flags
+
+    @property
+    def shared_memory(self):
+        """Return whether shared anonymous memory, tmpfs, a memfd or SysV memory is mapped, as far as the name tells."""
+        return self.path.startswith(("/dev/zero", "/memfd:", "/dev/shm", "/SYSV"))
+
+
+PLAIN = ("THPeligible", "ProtectionKey")       # lines of smaps that are no sizes
+
+
+def smaps(found):
+    """Return Vmas in the form of /proc/PID/smaps."""
+    lines = []
+    for vma in found:
+        head = f"{vma.start:08x}-{vma.end:08x} {vma.perms} {vma.offset:08x} {vma.dev} {vma.inode} "
+        lines.append(f"{head:<73}{vma.path}" if vma.path else head)
+        lines += [f"{key + ':':<16}{value:8d}" if key in PLAIN else f"{key + ':':<16}{value >> 10:8d} kB"
+                  for key, value in vma.sizes.items()]
+        lines.append("VmFlags: " + "".join(f"{flag} " for flag in vma.flags))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def clean(name):
+    """Return a name without control characters: somebody else chose it, and a terminal would obey them."""
+    return name if name.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in name)
+
+
+def nameless(found):
+    """Return Vmas without names: what stays is the kind of memory, and a number that tells files apart."""
+    files, kept = {}, []
+    for vma in found:
+        number = files.setdefault((vma.dev, vma.inode), len(files) + 1) if vma.inode else 0
+        name = vma.path if vma.path in KERNEL_NAMES else "/memfd:" if vma.shared_memory else ""
+        kept.append(replace(vma, path=name, dev="00:00", inode=number))
+    return kept
 
 
 def vmas(pid="self", start=0, end=1 << 64):
@@ -41,21 +76,16 @@ def vmas(pid="self", start=0, end=1 << 64):
     with open_proc(pid, "smaps") as file:
         try:
             for line in file:
-                header = _HEADER.match(line)
+                header = parse_line(line)
                 if header:
                     if current:
                         found.append(current)
                         current = None
-                    first, last, perms, offset, dev, inode, path = header.groups()
                     # The kernel makes smaps as it is read: stop after the last one wanted.
-                    if int(first, 16) >= end:
+                    if header.start >= end:
                         break
-                    if int(last, 16) > start:
-                        current = {
-                            "start": int(first, 16), "end": int(last, 16), "perms": perms,
-                            "offset": int(offset, 16), "dev": dev, "inode": int(inode),
-                            "path": path.strip(),
-                        }
+                    if header.end > start:
+                        current = {**asdict(header), "path": clean(header.path), "sizes": {}}
                 elif current:
                     _field(current, line)
         except ProcessLookupError:
@@ -65,42 +95,37 @@ def vmas(pid="self", start=0, end=1 << 64):
     return [Vma(**fields) for fields in found]
 
 
+def find_vma(pid, which):
+    """Return the Mapping of a process that is called "heap" or "stack", or stands in line N of /proc/PID/maps.
+
+    Raises ValueError where there is none, ProcessLookupError and NotPossible as mappings() does.
+    """
+    found = mappings(pid)
+    if which in ("heap", "stack"):
+        named = [one for one in found if one.path == f"[{which}]"]
+        if not named:
+            raise ValueError(f"process {pid} has no [{which}]; see /proc/{pid}/maps")
+        return named[0]
+    if isinstance(which, bool) or not isinstance(which, int):
+        raise TypeError(f'a mapping is "heap", "stack" or a line of /proc/PID/maps, not {which!r}')
+    if not 1 <= which <= len(found):
+        raise ValueError(f"/proc/{pid}/maps has {len(found)} lines; there is no line {which}")
+    return found[which - 1]
+
+
 def _field(fields, line):
     key, _, value = line.partition(":")
     if key == "VmFlags":
         fields["flags"] = tuple(value.split())
-    elif key == "KernelPageSize":
-        fields["kernel_page_size"] = int(value.split()[0]) << 10
+        return
+    words = value.split()
+    if not words or not words[0].isdigit():
+        return
+    size = int(words[0]) << (10 if words[1:] == ["kB"] else 0)
+    fields["sizes"][key] = size
+    if key == "KernelPageSize":
+        fields["kernel_page_size"] = size
     elif key == "Rss":
-        fields["rss"] = int(value.split()[0]) << 10
+        fields["rss"] = size
     elif key in ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped"):
-        fields["huge"] = fields.get("huge", 0) + (int(value.split()[0]) << 10)
-
-
-def why_not_huge(vma):
-    """Return in words why a mapping has no PMD-sized THP, or "" if it is huge throughout.
-
-    The first rule that forbids it is the answer; when none does, memory was short of huge
-    pages at the fault or the folio was split later, which no file tells apart.
-    """
-    size = thp_size()
-    if vma.hugetlb or vma.huge >= (vma.end - vma.start) // size * size > 0:
-        return ""
-    first = -(-vma.start // size) * size
-    if first + size > vma.end:
-        return f"no aligned range of {size >> 20} MiB in the mapping"
-    if "nh" in vma.flags:
-        return "madvise(MADV_NOHUGEPAGE)"
-    shared_memory = vma.path.startswith(("/dev/zero", "/memfd:", "/dev/shm", "/SYSV"))
-    switch = "shmem_enabled" if shared_memory else "enabled"
-    chosen = thp_enabled(switch)
-    advised = "hg" in vma.flags
-    if vma.inode and not shared_memory:
-        return "file pages: their folios are the file system's choice"
-    if chosen in ("", "never", "deny"):
-        return f"transparent_hugepage/{switch} is {chosen or 'not in this kernel'}"
-    if chosen in ("madvise", "advise") and not advised:
-        return f"transparent_hugepage/{switch} is {chosen} and the mapping is not advised"
-    if vma.rss < vma.end - vma.start and not vma.rss:
-        return "not populated"
-    return "no huge page was free when it was touched, or the folio was split since"
+        fields["huge"] = fields.get("huge", 0) + size

@@ -1,0 +1,60 @@
+"""All frames of the machine: /proc/kpageflags and /proc/kpagecount from PFN 0 to the end of memory."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import NotPossible
+from .machine import zones
+from .pagemap import KPageFile
+
+CHUNK = 1 << 23             # bytes a read
+SECTION = 1 << 15           # frames: the files end at a boundary like this one, past the last zone
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The words of every frame, index = PFN: `.flags` (kpageflags) and `.mapcounts` (kpagecount), uint64, read-only."""
+
+    flags: np.ndarray
+    mapcounts: np.ndarray
+
+    def __len__(self):
+        return len(self.flags)
+
+
+def read_frames(progress=None):
+    """Read every frame's words: Frames, 16 bytes a frame.
+
+    progress(done, total, what) is called after each 8 MiB. Raises NotPossible without the right to.
+    """
+    expected = max((zone.end_pfn for zone in zones()), default=0)
+    expected = -(-expected // SECTION) * SECTION
+    columns = []
+    for turn, name in enumerate(("kpageflags", "kpagecount")):
+        with KPageFile(name) as file:
+            columns.append(_read_all(file.file, expected, progress and (
+                lambda done, name=name, turn=turn: progress(turn * expected + done, 2 * expected, f"/proc/{name}"))))
+    shortest = min(map(len, columns))
+    if not shortest or not columns[0].any():
+        raise NotPossible("/proc/kpageflags shows nothing: frames are hidden here",
+                          "run as root in the initial user namespace (CAP_SYS_ADMIN)")
+    for column in columns:
+        column.flags.writeable = False
+    return Frames(columns[0][:shortest], columns[1][:shortest])
+
+
+def _read_all(file, expected, progress):
+    """Read words to the end of the file into an array made once, larger only where memory lies past the zones."""
+    words = np.empty(max(expected, SECTION), np.uint64)
+    done = 0
+    while True:
+        if 8 * len(words) == done:
+            words = np.concatenate((words, np.empty(SECTION, np.uint64)))
+        got = os.preadv(file.fileno(), [memoryview(words).cast("B")[done:done + CHUNK]], done)
+        if got <= 0:
+            return words[:done // 8]
+        done += got
+        if progress:
+            progress(done // 8)
