@@ -1,0 +1,164 @@
+"""Pictures as files, by matplotlib: PNG, SVG, or whatever else it writes by the name's ending."""
+
+import math
+import os
+
+from .colours import CLASSES, INK, MARK, PAPER
+from .errors import NotPossible
+from .units import format_size
+
+UNITS = 150               # width of a strip's row
+STRIP_ROWS = 12           # rows of a strip at most; a longer one draws equal neighbours as one box, with their number
+DPI = 150
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def figure_class():
+    """Return matplotlib's Figure. Raises NotPossible where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise NotPossible("matplotlib is not installed, and pictures are drawn with it",
+                          "pip install 'mmcore[plot]'") from None
+    return Figure
+
+
+def check_name(path):
+    """Raise ValueError unless the name ends like a format that is written."""
+    ending = os.path.splitext(os.fspath(path))[1].lower()
+    if ending not in FORMATS:
+        raise ValueError(f"a picture is a {', '.join(FORMATS)} file, not {os.fspath(path)!r}")
+
+
+def draw(path, grid=None, strips=(), title="", marked=""):
+    """Draw a Grid and Strips into a file. Raises NotPossible without matplotlib, ValueError for another ending, OSError.
+
+    marked: what the marked cells hold, for the legend.
+    """
+    check_name(path)
+    Figure = figure_class()
+    heights = ([max(2.2, min(9.0, 0.075 * grid.rows + 0.3))] if grid else []) \
+        + [0.5 + 0.24 * len(layout(one)) for one in strips]
+    legend_height = 1.0
+    total = sum(heights) + legend_height + 0.55 + 0.35 * len(heights)
+    figure = Figure(figsize=(11, total), facecolor=PAPER)
+    axes = figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights}, squeeze=False)[:, 0]
+    figure.subplots_adjust(left=0.11, right=0.97, top=1 - 0.65 / total, bottom=(legend_height + 0.05) / total,
+                           hspace=0.62 * len(heights) / sum(heights))
+    figure.suptitle(title, x=0.11, y=1 - 0.14 / total, ha="left", va="top", color=INK, fontsize=13)
+    axes = list(axes)
+    if grid:
+        draw_grid(axes.pop(0), grid)
+    for one, axis in zip(strips, axes):
+        draw_strip(axis, one)
+    legend(figure, grid, strips, marked)
+    figure.savefig(path, dpi=DPI, facecolor=PAPER)
+
+
+def draw_grid(axis, grid):
+    """Draw cells with a ruler of physical addresses."""
+    import numpy as np
+    from matplotlib.colors import ListedColormap
+
+    cells = np.zeros(grid.rows * grid.columns, np.uint8)
+    cells[:len(grid.cells)] = grid.cells
+    colours = ListedColormap([one.colour for one in CLASSES])
+    axis.imshow(cells.reshape(grid.rows, grid.columns), cmap=colours, vmin=0, vmax=len(CLASSES) - 1,
+                interpolation="nearest", aspect="auto", extent=(0, grid.columns, grid.rows, 0), zorder=0)
+    if len(grid.cells) <= 20000:
+        for column in range(1, grid.columns):
+            axis.axvline(column, color=PAPER, linewidth=0.35)
+        for row in range(1, grid.rows):
+            axis.axhline(row, color=PAPER, linewidth=0.35)
+    marked = np.flatnonzero(grid.marked)
+    if len(marked):
+        axis.scatter(marked % grid.columns + 0.5, marked // grid.columns + 0.5, s=9, marker="o", color=MARK,
+                     edgecolors=PAPER, linewidths=0.5, zorder=3)
+    step = max(1, 2 ** math.ceil(math.log2(max(1, grid.rows / 14))))
+    rows = range(0, grid.rows, step)
+    axis.set_yticks(list(rows), [place(grid.address(row)) for row in rows])
+    parts = [grid.columns * part // 8 for part in range(9)]
+    axis.set_xticks(parts, [f"+{format_size(part * grid.cell_bytes)}" if part else "+0" for part in parts])
+    axis.xaxis.tick_top()
+    style(axis)
+    axis.set_title(f"physical memory: a cell is {format_size(grid.cell_bytes)}, a row "
+                   f"{format_size(grid.cell_bytes * grid.columns)}; the colour is what most of the cell is",
+                   loc="left", fontsize=9, color=INK, pad=8)
+
+
+def layout(strip):
+    """Lay a strip's boxes out in rows: list of rows of (x, Box); equal neighbours are one box where there are too many."""
+    for boxes in (list(strip.boxes) if strip.folios <= UNITS * STRIP_ROWS else None, strip.groups):
+        if boxes is None:
+            continue
+        rows, x = [[]], 0
+        for one in boxes:
+            width = one.width + (2 + len(str(one.count)) if one.count > 1 else 0)
+            if x + width > UNITS and rows[-1]:
+                rows.append([])
+                x = 0
+            rows[-1].append((x, one))
+            x += width + (1 if one.count > 1 else 0)
+        if len(rows) <= STRIP_ROWS or boxes is strip.groups:
+            return rows[:STRIP_ROWS]
+    return []
+
+
+def draw_strip(axis, strip):
+    """Draw one box a folio with a ruler of addresses."""
+    from matplotlib.patches import Rectangle
+
+    rows = layout(strip)
+    shown = sum(one.count for row in rows for _, one in row if one.order is not None)
+    for at, row in enumerate(rows):
+        for x, one in row:
+            hole = one.order is None
+            axis.add_patch(Rectangle((x + 0.06, at + 0.12), one.width - 0.12, 0.76, facecolor=PAPER if hole else CLASSES[one.kind].colour,
+                                     edgecolor="#999999" if hole else INK, linewidth=0.4, hatch="////" if hole else None))
+            if one.count > 1:
+                axis.text(x + one.width + 0.25, at + 0.52, f"×{one.count}", fontsize=6.5, va="center", color=INK)
+    axis.set_xlim(0, UNITS)
+    axis.set_ylim(len(rows), 0)
+    axis.set_xticks([])
+    axis.set_yticks([at + 0.5 for at in range(len(rows))], [f"{row[0][1].address:x}" for row in rows])
+    style(axis)
+    more = "" if shown == strip.folios else f", the first {shown} drawn"
+    axis.set_title(f"{strip.name or 'anonymous'}: {format_size(strip.end - strip.start)} in {strip.folios} folios{more}; "
+                   "a box is a folio, one unit wider each time it doubles", loc="left", fontsize=9, color=INK)
+
+
+def style(axis):
+    """Leave only what is needed to read an axis."""
+    axis.tick_params(labelsize=7.5, colors=INK, length=2, width=0.5)
+    for spine in axis.spines.values():
+        spine.set_linewidth(0.5)
+        spine.set_color("#999999")
+
+
+def legend(figure, grid, strips, marked):
+    """Draw the classes with their sizes under everything."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    used = {one.kind for strip in strips for one in strip.groups}
+    handles = []
+    for kind, one in enumerate(CLASSES):
+        if grid:
+            label = f"{one.name}  {format_size(grid.totals[one.name] * grid.page_size)}"
+        elif kind in used:
+            label = one.name
+        else:
+            continue
+        handles.append(Patch(facecolor=one.colour, edgecolor="#999999", linewidth=0.5, label=label))
+    if any(one.order is None for strip in strips for one in strip.groups):
+        handles.append(Patch(facecolor=PAPER, edgecolor="#999999", linewidth=0.5, hatch="////", label="hole: not present"))
+    if grid is not None and grid.marked.any():
+        handles.append(Line2D([], [], linestyle="", marker="o", markersize=4, color=MARK, markeredgecolor=PAPER,
+                              label=marked or "marked"))
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.1, 0.0), ncols=5, fontsize=8.5, frameon=False,
+                  labelcolor=INK, columnspacing=1.6, handlelength=1.4)
+
+
+def place(address):
+    """Return a physical address as a ruler shows it: "4 GiB", "4.25 GiB"."""
+    return format_size(address) if address else "0"
