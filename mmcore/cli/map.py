@@ -4,6 +4,7 @@ a folio, wider the larger it is. On the terminal, and with -o as PNG or SVG (mat
 piped) classes are letters.
 """
 
+import itertools
 import os
 import shutil
 import sys
@@ -58,7 +59,7 @@ def run(args):
         grid = picture.grid(flags, taken.page_size, zones, first, last, args.cell, wide,
                             128 if args.output else picture.ROWS, taken.pfns if taken.frames is not None else ())
     if taken.pid:
-        strips = picture.strips(taken)
+        strips = picture.strips(taken, 8 if args.strip else 4)
     if args.json:
         print_json({**heading(taken), "grid": grid and grid.as_dict(), "strips": [one.as_dict() for one in strips]})
     if args.output:
@@ -96,7 +97,7 @@ class Terminal:
 
     def line(self, before, cells):
         """Print a line: text, then (class, text) cells."""
-        from mmcore.live.colours import CLASSES, MARK
+        from mmcore.live.colours import CLASSES
 
         if self.console is None:
             print((before + "".join(text for _, text in cells)).rstrip())
@@ -104,12 +105,13 @@ class Terminal:
         from rich.text import Text
 
         row = Text(before)
-        for kind, text in cells:
+        for (kind, marked), some in itertools.groupby(cells, key=lambda cell: (cell[0], cell[1] == "*")):
+            text = "".join(part for _, part in some)
             if kind is None:
                 row.append(text)
             else:
-                # A mark stands on its own colour; a letter is drawn in the colour of its cell.
-                row.append(text, f"bold #ffffff on {MARK}" if text == "*" else f"{CLASSES[kind].colour} on {CLASSES[kind].colour}")
+                colour = CLASSES[kind].colour
+                row.append(text if marked else " " * len(text), f"bold {contrast(colour)} on {colour}")
         self.console.print(row, soft_wrap=True)
 
     def draw(self, taken, grid, strips):
@@ -177,15 +179,22 @@ class Terminal:
                 continue
             size = format_size(grid.totals[one.name] * grid.page_size) if grid else ""
             letter = "blank" if one.letter == " " else one.letter
-            self.line(f"{letter:>5} ", [(kind, (one.letter if one.letter != " " else " ") * (1 if self.console is None else 2)),
-                                        (None, f" {one.name:<10} {size:>10}  {one.meaning}")])
-        if grid is not None and grid.marked.any():
-            self.line(f"{'*':>5} ", [(0, "*" if self.console is None else "*"), (None, f" holds pages of process {taken.pid}")])
+            swatch = [] if self.console is None else [(kind, "  "), (None, " ")]
+            self.line(f"{letter:>5} ", swatch + [(None, f"{one.name:<10} {size:>10}  {one.meaning}".rstrip())])
+        blank = "" if self.console is None else "   "
+        if grid is not None and grid.marks.any():
+            print(f"{'*':>5} {blank}an eighth of the cell and more is process {taken.pid}'s")
         if any(one.order is None for strip in strips for one in strip.groups):
-            print("    - not present")
+            print(f"{'-':>5} {blank}not present")
 
 
 ROWS_OF_A_STRIP = 8
+
+
+def contrast(colour):
+    """Return black or white, whichever is read better on a colour."""
+    red, green, blue = (int(colour[at:at + 2], 16) for at in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
 
 
 def fitting():

@@ -46,15 +46,19 @@ def read_frames(progress=None):
 
 
 def _read_all(file, expected, progress):
-    """Read words to the end of the file into an array made once, larger only where memory lies past the zones."""
-    words = np.empty(max(expected, SECTION), np.uint64)
-    done = 0
+    """Read words to the end of the file, into one array where memory ends with the last zone."""
+    parts, done = [np.empty(max(expected, SECTION), np.uint64)], 0
+    view = memoryview(parts[0]).cast("B")
     while True:
-        if 8 * len(words) == done:
-            words = np.concatenate((words, np.empty(SECTION, np.uint64)))
-        got = os.preadv(file.fileno(), [memoryview(words).cast("B")[done:done + CHUNK]], done)
+        if not view:
+            parts.append(np.empty(SECTION, np.uint64))
+            view = memoryview(parts[-1]).cast("B")
+        got = os.preadv(file.fileno(), [view[:CHUNK]], done)
         if got <= 0:
-            return words[:done // 8]
-        done += got
+            break
+        view, done = view[got:], done + got
         if progress:
             progress(done // 8)
+    if done > parts[0].nbytes:
+        return np.concatenate(parts)[:done // 8]
+    return parts[0][:done // 8]

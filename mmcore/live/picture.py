@@ -53,8 +53,8 @@ def classify(flags, zones=()):
 class Grid:
     """Physical memory in cells of `.cell_pages` frames from `.first_pfn` on, `.columns` a row.
 
-    `.cells`: uint8, the class that most frames of the cell have; `.marked`: bool, which cells hold a frame that is
-    pointed at; `.totals`: class name -> frames.
+    `.cells`: uint8, the class that most frames of the cell have; `.marks`: how many frames of the cell are pointed at;
+    `.totals`: class name -> frames.
     """
 
     page_size: int
@@ -62,7 +62,7 @@ class Grid:
     cell_pages: int
     columns: int
     cells: np.ndarray
-    marked: np.ndarray
+    marks: np.ndarray
     totals: dict = field(default_factory=dict)
 
     @property
@@ -80,16 +80,17 @@ class Grid:
         return (self.first_pfn + row * self.columns * self.cell_pages) * self.page_size
 
     def letters(self):
-        """Return a text a row: the letter of each cell's class, "*" where it is marked."""
+        """Return a text a row: the letter of each cell's class, "*" where an eighth of it and more is pointed at."""
         text = np.array([one.letter for one in CLASSES])[self.cells]
-        text[self.marked] = "*"
+        text[self.marks * 8 >= self.cell_pages] = "*"
         return ["".join(text[first:first + self.columns]) for first in range(0, len(text), self.columns)]
 
     def as_dict(self):
         """Return plain data for JSON."""
         return {"page_size": self.page_size, "first_pfn": self.first_pfn, "cell_pages": self.cell_pages,
                 "columns": self.columns, "rows": self.letters(), "totals": self.totals,
-                "marked": np.flatnonzero(self.marked).tolist(), "classes": {one.letter: one.name for one in CLASSES}}
+                "marks": {str(at): int(self.marks[at]) for at in np.flatnonzero(self.marks).tolist()},
+                "classes": {one.letter: one.name for one in CLASSES}}
 
 
 def grid(flags, page_size, zones=(), first=0, last=None, cell=None, columns=64, rows=ROWS, marks=()):
@@ -119,10 +120,9 @@ def grid(flags, page_size, zones=(), first=0, last=None, cell=None, columns=64, 
     classes = classify(flags[:last], zones)[first:]
     edges = np.arange(0, len(classes), cell_pages)
     counts = np.stack([np.add.reduceat((classes == one).astype(np.int32), edges) for one in range(len(CLASSES))])
-    marked = np.zeros(len(edges), bool)
-    marks = np.asarray(marks, np.uint64)
+    marks = np.unique(np.asarray(marks, np.uint64))
     marks = marks[(marks >= first) & (marks < last) & (marks != 0)]
-    marked[((marks - np.uint64(first)) // np.uint64(cell_pages)).astype(np.int64)] = True
+    marked = np.bincount(((marks - np.uint64(first)) // np.uint64(cell_pages)).astype(np.int64), minlength=len(edges))
     totals = {one.name: int(n) for one, n in zip(CLASSES, counts.sum(axis=1))}
     return Grid(page_size, first, cell_pages, columns, counts.argmax(axis=0).astype(np.uint8), marked, totals)
 

@@ -7,8 +7,12 @@ from .colours import CLASSES, INK, MARK, PAPER
 from .errors import NotPossible
 from .units import format_size
 
+WIDTH, LEFT, RIGHT = 11, 1.15, 0.35           # inches
+ROW, GRID_HEAD, STRIP_HEAD = 0.22, 0.62, 0.42 # inches: a row of a strip, what is written above a picture
+LEGEND_COLUMNS = 5
+NAME = 60                 # letters of a mapping's name
 UNITS = 150               # width of a strip's row
-STRIP_ROWS = 12           # rows of a strip at most; a longer one draws equal neighbours as one box, with their number
+STRIP_ROWS = 6            # rows of a strip at most; a longer one draws equal neighbours as one box, with their number
 DPI = 150
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -33,25 +37,30 @@ def check_name(path):
 def draw(path, grid=None, strips=(), title="", marked=""):
     """Draw a Grid and Strips into a file. Raises NotPossible without matplotlib, ValueError for another ending, OSError.
 
-    marked: what the marked cells hold, for the legend.
+    marked: what the marks in cells mean, for the legend.
     """
     check_name(path)
     Figure = figure_class()
-    heights = ([max(2.2, min(9.0, 0.075 * grid.rows + 0.3))] if grid else []) \
-        + [0.5 + 0.24 * len(layout(one)) for one in strips]
-    legend_height = 1.0
-    total = sum(heights) + legend_height + 0.55 + 0.35 * len(heights)
-    figure = Figure(figsize=(11, total), facecolor=PAPER)
-    axes = figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights}, squeeze=False)[:, 0]
-    figure.subplots_adjust(left=0.11, right=0.97, top=1 - 0.65 / total, bottom=(legend_height + 0.05) / total,
-                           hspace=0.62 * len(heights) / sum(heights))
-    figure.suptitle(title, x=0.11, y=1 - 0.14 / total, ha="left", va="top", color=INK, fontsize=13)
-    axes = list(axes)
-    if grid:
-        draw_grid(axes.pop(0), grid)
-    for one, axis in zip(strips, axes):
-        draw_strip(axis, one)
-    legend(figure, grid, strips, marked)
+    handles = legend(grid, strips, marked)
+    legend_rows = -(-len(handles) // LEGEND_COLUMNS)
+    heights = [max(2.0, min(8.0, 0.07 * grid.rows))] if grid else []
+    heights += [ROW * len(layout(one)) for one in strips]
+    gaps = ([GRID_HEAD] if grid else []) + [STRIP_HEAD] * len(strips)
+    head = 0.5 + 0.24 * legend_rows
+    total = head + sum(heights) + sum(gaps) + 0.3
+    figure = Figure(figsize=(WIDTH, total), facecolor=PAPER)
+    figure.text(LEFT / WIDTH, 1 - 0.16 / total, title, ha="left", va="top", color=INK, fontsize=9.5)
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(LEFT / WIDTH - 0.008, 1 - 0.4 / total),
+                  ncols=LEGEND_COLUMNS, fontsize=8.5, frameon=False, labelcolor=INK, columnspacing=1.6, handlelength=1.4,
+                  borderaxespad=0)
+    top, pictures = total - head, [grid] * bool(grid) + list(strips)
+    for one, height, gap in zip(pictures, heights, gaps):
+        top -= gap + height
+        axis = figure.add_axes((LEFT / WIDTH, top / total, (WIDTH - LEFT - RIGHT) / WIDTH, height / total))
+        if one is grid:
+            draw_grid(axis, one)
+        else:
+            draw_strip(axis, one)
     figure.savefig(path, dpi=DPI, facecolor=PAPER)
 
 
@@ -70,10 +79,11 @@ def draw_grid(axis, grid):
             axis.axvline(column, color=PAPER, linewidth=0.35)
         for row in range(1, grid.rows):
             axis.axhline(row, color=PAPER, linewidth=0.35)
-    marked = np.flatnonzero(grid.marked)
+    marked = np.flatnonzero(grid.marks)
     if len(marked):
-        axis.scatter(marked % grid.columns + 0.5, marked // grid.columns + 0.5, s=9, marker="o", color=MARK,
-                     edgecolors=PAPER, linewidths=0.5, zorder=3)
+        size = 2.5 + 12 * grid.marks[marked] / grid.cell_pages
+        axis.scatter(marked % grid.columns + 0.5, marked // grid.columns + 0.5, s=size, marker="o", color=MARK,
+                     edgecolors=PAPER, linewidths=0.3, zorder=3)
     step = max(1, 2 ** math.ceil(math.log2(max(1, grid.rows / 14))))
     rows = range(0, grid.rows, step)
     axis.set_yticks(list(rows), [place(grid.address(row)) for row in rows])
@@ -123,7 +133,9 @@ def draw_strip(axis, strip):
     axis.set_yticks([at + 0.5 for at in range(len(rows))], [f"{row[0][1].address:x}" for row in rows])
     style(axis)
     more = "" if shown == strip.folios else f", the first {shown} drawn"
-    axis.set_title(f"{strip.name or 'anonymous'}: {format_size(strip.end - strip.start)} in {strip.folios} folios{more}; "
+    name = strip.name or "anonymous"
+    name = name if len(name) <= NAME else "…" + name[-NAME:]
+    axis.set_title(f"{name}: {format_size(strip.end - strip.start)} in {strip.folios} folios{more}; "
                    "a box is a folio, one unit wider each time it doubles", loc="left", fontsize=9, color=INK)
 
 
@@ -135,12 +147,12 @@ def style(axis):
         spine.set_color("#999999")
 
 
-def legend(figure, grid, strips, marked):
-    """Draw the classes with their sizes under everything."""
+def legend(grid, strips, marked):
+    """Return what says which colour is which class, with its size."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    used = {one.kind for strip in strips for one in strip.groups}
+    used = {one.kind for strip in strips for one in strip.groups if one.order is not None}
     handles = []
     for kind, one in enumerate(CLASSES):
         if grid:
@@ -152,11 +164,10 @@ def legend(figure, grid, strips, marked):
         handles.append(Patch(facecolor=one.colour, edgecolor="#999999", linewidth=0.5, label=label))
     if any(one.order is None for strip in strips for one in strip.groups):
         handles.append(Patch(facecolor=PAPER, edgecolor="#999999", linewidth=0.5, hatch="////", label="hole: not present"))
-    if grid is not None and grid.marked.any():
+    if grid is not None and grid.marks.any():
         handles.append(Line2D([], [], linestyle="", marker="o", markersize=4, color=MARK, markeredgecolor=PAPER,
-                              label=marked or "marked"))
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.1, 0.0), ncols=5, fontsize=8.5, frameon=False,
-                  labelcolor=INK, columnspacing=1.6, handlelength=1.4)
+                              label=marked or "pointed at"))
+    return handles
 
 
 def place(address):
