@@ -1,5 +1,6 @@
 """What the tests of live and of the command line share: what this machine can do, and children with less."""
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -15,6 +16,7 @@ from mmcore.live.errors import NotPossible
 ROOT = Path(package.__file__).resolve().parent.parent      # children import the same mmcore as the tests
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CAP_IPC_LOCK = 14
+CAP_SYS_PTRACE = 19
 CAP_SYS_ADMIN = 21
 PR_CAPBSET_DROP = 24
 
@@ -65,3 +67,51 @@ def run(*words, preexec_fn=None, env=None):
 def mmcore(*words, **how):
     """Run `mmcore` with words as a child process."""
     return run("-m", "mmcore.cli", *words, **how)
+
+
+@contextlib.contextmanager
+def child(code, preexec_fn=None):
+    """Run Python code in a child while the block runs; gives (Popen, the words of the first line that it prints).
+
+    The code ends by reading stdin, which is closed when the block ends; ask() makes it go on before.
+    """
+    started = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               text=True, preexec_fn=preexec_fn, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        yield started, started.stdout.readline().split()
+    finally:
+        if started.poll() is None:
+            with contextlib.suppress(BrokenPipeError, ValueError):
+                started.communicate(timeout=60)
+
+
+def ask(started, word="go"):
+    """Send a child a line, and return the words that it answers with."""
+    started.stdin.write(f"{word}\n")
+    started.stdin.flush()
+    return started.stdout.readline().split()
+
+
+def made_up_capture(pages, start=1 << 30, vmas=None, page_size=4096, flags=None, **info):
+    """Return a Capture that no machine has to have: pages is a list of (pfn, head, order) or None for a hole."""
+    import numpy as np
+
+    from mmcore import live
+    from mmcore.live import pagemap as pm
+
+    rows = [(0, 0, 0) if page is None else page for page in pages]
+    pfns, heads, orders = (np.array(column, np.uint64) for column in zip(*rows))
+    words = np.where(pfns != 0, pfns | pm.PM_PRESENT, np.uint64(0))
+    if flags is None:
+        flags = np.full(len(pfns), 1 << pm.KPF_ANON | 1 << pm.KPF_SWAPBACKED, np.uint64)
+        flags[(orders > 0) & (pfns == heads)] |= np.uint64(1 << pm.KPF_COMPOUND_HEAD)
+        flags[(orders > 0) & (pfns != heads)] |= np.uint64(1 << pm.KPF_COMPOUND_TAIL)
+    flags = np.where(pfns != 0, np.asarray(flags, np.uint64), np.uint64(0))
+    end = start + len(pfns) * page_size
+    if vmas is None:
+        vmas = [{"start": start, "end": end, "perms": "rw-p", "rss": page_size, "flags": ["rd", "wr"]}]
+    info = {"pid": 1, "page_size": page_size, "moved": 0, "vmas": vmas,
+            "limits": {"pid": 1, "soft": None, "hard": None, "locked": 0, "pinned": 0, "cap_ipc_lock": False}, **info}
+    return live.Capture(info, {
+        "starts": np.array([start], np.uint64), "counts": np.array([len(pfns)], np.uint64), "words": words,
+        "flags": flags, "mapcounts": (pfns != 0).astype(np.uint64), "heads": heads, "orders": orders.astype(np.uint8)})

@@ -15,8 +15,9 @@ import numpy as np
 
 from .limits import Limits, available_memory
 from .machine import Machine
-from .pagemap import KPF_NOPAGE, MAX_ORDER, PM_PRESENT, has_flag, pfns_of
+from .pagemap import KPF_NOPAGE, MAX_ORDER, PM_PRESENT, has_flag, overlapping, pfns_of
 from .units import format_size
+from .vma import clean
 
 FORMAT = "mmcore-capture"
 VERSION = 2
@@ -57,7 +58,7 @@ def load(path):
             sizes = members(whole)
             if sizes["info.npy"] > MAX_INFO:
                 raise ValueError(f"{format_size(sizes['info.npy'])} of description")
-            info = json.loads(read_array(whole, "info.npy", BYTE, sizes["info.npy"]).tobytes())
+            info = cleaned(json.loads(read_array(whole, "info.npy", BYTE, sizes["info.npy"]).tobytes()))
             if info["format"] != FORMAT:
                 raise KeyError("format")
             if info["version"] != VERSION:
@@ -84,6 +85,17 @@ def load(path):
 
 class Refused(Exception):
     """A capture file that is whole, but not for this mmcore or this machine."""
+
+
+def cleaned(value):
+    """Return JSON data without control characters in its texts: they are printed, and a terminal would obey them."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [cleaned(one) for one in value]
+    if isinstance(value, dict):
+        return {clean(key): cleaned(one) for key, one in value.items()}
+    return value
 
 
 def members(whole):
@@ -195,6 +207,7 @@ def check_folios(arrays):
     pages = np.uint64(1) << orders.astype(np.uint64)
     inside = (heads % pages == 0) & (heads <= pfns) & (pfns - heads < pages)
     require(np.all(inside | outside | hole), "a page lies outside its folio")
+    require(not overlapping(np.where(outside, np.uint64(0), pfns), heads, orders).any(), "its folios overlap")
 
 
 def whole_number(value, top=TOP):

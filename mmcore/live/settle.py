@@ -13,7 +13,8 @@ from mmcore.core.errors import MMError
 from .errors import NotPossible
 from .limits import open_proc, vanished
 from .pagemap import (
-    KPF_BUDDY, KPF_NOPAGE, KPF_ZERO_PAGE, KPageFile, check_pfns_shown, folio_extents, has_flag, pfns_of, read_words,
+    KPF_BUDDY, KPF_NOPAGE, KPF_ZERO_PAGE, KPageFile, check_pfns_shown, folio_extents, has_flag,
+    overlapping, pfns_of, read_words,
 )
 from .scan import PAGE_IS_HUGE, PAGE_IS_PRESENT, mappings, scan
 
@@ -143,6 +144,7 @@ def look_up(file, vmas, ranges, words, page_size):
         whole = np.where(has_flag(flags, KPF_NOPAGE), np.uint64(0), pfns)
         torn = np.zeros(len(pfns), bool)
         heads, orders = folio_extents(whole, flags, kpageflags.span, torn)
+        torn |= overlapping(whole, heads, orders)
     with KPageFile("kpagecount") as kpagecount:
         mapcounts = kpagecount.gather(pfns)
     leaves = read_leaves(file, ranges, len(pfns), page_size)
