@@ -110,7 +110,7 @@ def made_up_capture(pages, start=1 << 30, vmas=None, page_size=4096, flags=None,
     end = start + len(pfns) * page_size
     if vmas is None:
         vmas = [{"start": start, "end": end, "perms": "rw-p", "rss": page_size, "flags": ["rd", "wr"]}]
-    info = {"pid": 1, "page_size": page_size, "moved": 0, "vmas": vmas,
+    info = {"pid": 1, "page_size": page_size, "moved": 0, "vmas": [{"flags": [], **vma} for vma in vmas],
             "limits": {"pid": 1, "soft": None, "hard": None, "locked": 0, "pinned": 0, "cap_ipc_lock": False}, **info}
     return live.Capture(info, {
         "starts": np.array([start], np.uint64), "counts": np.array([len(pfns)], np.uint64), "words": words,

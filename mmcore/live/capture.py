@@ -142,7 +142,7 @@ class Capture:
         file is executed, and one that would unpack to more than the memory here is refused.
         """
         info, arrays = capturefile.load(path)
-        names, table = info["size_names"], arrays["sizes"].reshape(len(info["vmas"]), -1)
+        names, table = info["size_names"], arrays["sizes"].reshape(len(info["vmas"]), len(info["size_names"]))
         for vma, row in zip(info["vmas"], table.tolist()):
             vma["sizes"] = dict(zip(names, row))
         return cls(info, arrays)
