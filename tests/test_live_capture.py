@@ -114,7 +114,8 @@ def test_capture_of_the_whole_process():
 def test_capture_of_another_process(holder):
     child, addr = holder(4 << 20, "4k")
     got = or_skip(live.capture, child.pid, addr, 4 << 20)
-    assert got.pid == child.pid and not got.partial
+    assert got.pid == child.pid and got.command.startswith("python") and not got.partial
+    assert got.runs_here
     assert np.all(got.pfns != 0)
     assert got.backing().by_kind == {"anon": 4 << 20}
 

@@ -63,8 +63,8 @@ def test_everything_comes_back(tmp_path):
     after = live.Capture.load(tmp_path / "x")
     for name in COLUMNS:
         assert np.array_equal(getattr(before, name), getattr(after, name)), name
-    for name in ("pid", "page_size", "moved", "partial", "when", "whole", "limits", "rlimits", "status", "machine",
-                 "vmas", "leaves", "kernel"):
+    for name in ("pid", "page_size", "moved", "partial", "when", "whole", "limits", "rlimits", "status", "machine", "started",
+                 "boot", "vmas", "leaves", "kernel"):
         assert getattr(before, name) == getattr(after, name), name
     assert after.vmas[0].sizes == {"Rss": 20480, "THPeligible": 1} and after.machine.free_blocks == [4, 1]
     assert before.backing() == after.backing()
@@ -223,7 +223,7 @@ VMA = {"start": 4096, "end": 8192, "perms": "rw-p", "offset": 0, "dev": "", "ino
 
 @pytest.mark.parametrize("changed", [
     {"format": "other"}, {"format": KeyError}, {"pid": -1}, {"pid": "1"}, {"pid": 1.5}, {"pid": True}, {"pid": KeyError},
-    {"page_size": 4097}, {"page_size": 0}, {"page_size": 1 << 40}, {"page_size": "4096"}, {"moved": None},
+    {"page_size": 4097}, {"page_size": 0}, {"page_size": 1 << 40}, {"page_size": "4096"}, {"moved": None}, {"started": -1}, {"boot": 5},
     {"partial": "text"}, {"partial": [1]}, {"when": "now"}, {"when": -1}, {"whole": 1}, {"has_leaves": None},
     {"limits": {}}, {"limits": {"pid": 1, "soft": -5, "hard": 0, "locked": 0, "pinned": 0, "cap_ipc_lock": False}},
     {"rlimits": {"a": [1]}}, {"rlimits": {"a": [1, "x"]}}, {"rlimits": []}, {"status": {"VmPin": "4"}}, {"status": 3},
@@ -305,8 +305,14 @@ def test_no_content_and_no_names(tmp_path):
     with child(SECRET) as (holder, _):
         named = or_skip(live.capture, holder.pid)
         nameless = live.capture(holder.pid, names=False)
+        assert named.command == "my-secret-comma"
         named.save(tmp_path / "named")
         nameless.save(tmp_path / "nameless")
+        again = live.Capture.load(tmp_path / "named")
+        assert again.runs_here and again.command == ""
+        again.boot = "another machine"
+        assert not again.runs_here
+    assert not named.runs_here
     for name in ("named", "nameless"):
         with zipfile.ZipFile(tmp_path / name) as whole:
             everything = b"".join(whole.read(member) for member in whole.namelist())

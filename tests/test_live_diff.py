@@ -96,6 +96,7 @@ def test_what_does_not_compare():
     other = made_up_capture(SMALL, pid=2, kernel="other", partial=["cut"], when=-5)
     notes = diff(made_up_capture(SMALL, when=3), other).notes
     assert len(notes) == 4 and "two processes: 1 and 2" in notes[0] and "later" in notes[2] and "cut" in notes[3]
+    assert "given again" in diff(made_up_capture(SMALL, started=5), made_up_capture(SMALL, started=6)).notes[0]
     assert set(dataclasses.asdict(diff(other, other))["totals"]) == set(KINDS)
 
 

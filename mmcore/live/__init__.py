@@ -6,16 +6,24 @@
         with snapshot.replay() as engine:
             mmcore.grab_pages(engine.pages)
 
+A capture is read once and reported many ways, here or from its file on any machine: capture.backing(), and by the modules
+types (pages by their flags), picture (physical memory and folios as cells and boxes; plot draws them), frag (free memory),
+diff (two captures), pins (who holds pins).
+
 /proc/kpagecount is how often a page is mapped; no file shows _refcount or _pincount.
 Whatever this machine cannot answer raises NotPossible with the reason and the remedy.
 """
 
+from . import diff, frag, picture, pins, plot, types
 from .backing import Backing
 from .buffer import BACKINGS, Buffer, buffer
 from .capture import Capture, capture
 from .errors import NotPossible
+from .frames import Frames
 from .iouring import KernelRegister, Prediction, kernel_register, predict_iouring_pins
 from .limits import Limits, Preflight, limits, preflight
+from .machine import Machine
+from .mapped import MappingBacking
 from .replay import Replay
 from .thp import why_not_huge
 from .units import format_size, parse_size
@@ -23,8 +31,8 @@ from .vma import Vma, vmas
 from .vmstat import foll_pins, vmstat
 
 __all__ = [
-    "BACKINGS", "Backing", "Buffer", "Capture", "KernelRegister", "Limits", "NotPossible",
-    "Prediction", "Preflight", "Replay", "Vma", "buffer", "capture", "foll_pins",
-    "format_size", "kernel_register", "limits", "parse_size", "predict_iouring_pins",
-    "preflight", "vmas", "vmstat", "why_not_huge",
+    "BACKINGS", "Backing", "Buffer", "Capture", "Frames", "KernelRegister", "Limits", "Machine",
+    "MappingBacking", "NotPossible", "Prediction", "Preflight", "Replay", "Vma", "buffer", "capture",
+    "diff", "foll_pins", "format_size", "frag", "kernel_register", "limits", "parse_size", "picture",
+    "pins", "plot", "predict_iouring_pins", "preflight", "types", "vmas", "vmstat", "why_not_huge",
 ]

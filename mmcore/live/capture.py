@@ -21,7 +21,7 @@ from .scan import PAGE_IS_PRESENT, PAGE_IS_SWAPPED, scan
 from .settle import holds_pages, settle
 from .thp import why_not_huge
 from .units import format_size
-from .vma import Vma, nameless, vmas
+from .vma import Vma, clean, nameless, vmas
 
 SPARSE = 1 << 30             # bytes: of larger mappings only the populated stretches are kept, where the kernel tells them
 STRETCH = 2 << 20            # bytes: stretches are widened to this, so that few are needed
@@ -38,13 +38,16 @@ class Capture:
     a PMD or PUD entry; None where the kernel does not say) are arrays of one entry a page, in
     address order. `.vmas` are the mappings looked at, `.limits` the process's memlock limits,
     `.rlimits` all of them, `.status` its memory lines (bytes), `.machine` the settings, zones
-    and pools. `.frames` holds every frame of the machine, or None. `.moved` counts pages left
+    and pools. `.command` is the process's name, which is not kept in files. `.frames` holds every frame of the machine, or None. `.moved` counts pages left
     out because they changed while they were read, `.partial` says in words what is missing.
     `.pid` is 0 where no process was captured.
     """
 
     def __init__(self, info, arrays):
         self.pid = info["pid"]
+        self.command = info.get("command", "")
+        self.started = info.get("started", 0)              # clock ticks since boot: tells processes of one PID apart
+        self.boot = info.get("boot", "")                   # boot_id of the machine
         self.page_size = info["page_size"]
         self.moved = info["moved"]
         self.partial = list(info.get("partial", ()))
@@ -86,6 +89,16 @@ class Capture:
         ])
 
     @property
+    def runs_here(self):
+        """Return whether the captured process runs on this machine now."""
+        if not self.pid or not self.boot:
+            return False
+        try:
+            return (self.started, self.boot) == identity(self.pid)
+        except (OSError, NotPossible):
+            return False
+
+    @property
     def thp_disabled(self):
         """Return whether the process turned THP off for itself."""
         return self.status.get("THP_enabled", 1) == 0
@@ -120,7 +133,7 @@ class Capture:
         names = list(dict.fromkeys(name for vma in self.vmas for name in vma.sizes))
         info = {
             "pid": self.pid, "page_size": self.page_size, "moved": self.moved, "partial": self.partial,
-            "when": self.when, "whole": self.whole, "limits": asdict(self.limits), "rlimits": self.rlimits,
+            "started": self.started, "boot": self.boot, "when": self.when, "whole": self.whole, "limits": asdict(self.limits), "rlimits": self.rlimits,
             "status": self.status, "machine": self.machine.as_dict(), "size_names": names,
             "has_leaves": self.leaves is not None,
             "vmas": [{key: value for key, value in vars(vma).items() if key != "sizes"} for vma in self.vmas],
@@ -186,7 +199,8 @@ def capture(target="self", addr=None, length=None, *, memory=False, names=True, 
         info.update(pid=0, moved=0, vmas=[], limits=asdict(NO_LIMITS))
         return Capture(info, {**nothing, **_frame_arrays(True, progress)})
     have = limits(pid)
-    info.update(pid=have.pid, limits=asdict(have), rlimits=rlimits(pid), status=memory_lines(status(pid)))
+    started, boot = identity(pid)
+    info.update(pid=have.pid, command=clean(status(pid)["Name"]), started=started, boot=boot, limits=asdict(have), rlimits=rlimits(pid), status=memory_lines(status(pid)))
     layout, span = _layout(pid, addr, length, page_size)
     found = settle(pid, layout, span, page_size, progress, steady=pid != "self")
     listed = found.vmas if names else nameless(found.vmas)
@@ -197,6 +211,18 @@ def capture(target="self", addr=None, length=None, *, memory=False, names=True, 
         "starts": starts, "counts": counts, "words": found.words, "flags": found.flags, "mapcounts": found.mapcounts,
         "heads": found.heads, "orders": found.orders, "leaves": found.leaves, **_frame_arrays(memory, progress),
     })
+
+
+def identity(pid):
+    """Return (start time in clock ticks since boot, boot_id): what no other process of this PID shares."""
+    with open_proc(pid, "stat") as file:
+        # The name in parentheses may hold anything; the fields after it are plain.
+        started = int(file.read().rpartition(")")[2].split()[19])
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return started, file.read().strip()
+    except OSError:
+        return started, ""
 
 
 def _frame_arrays(wanted, progress):

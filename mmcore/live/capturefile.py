@@ -157,11 +157,12 @@ def check(info, arrays):
 
 def check_info(info):
     """Raise ValueError or TypeError unless the description has every field, each of its kind."""
-    for name in ("pid", "moved"):
+    for name in ("pid", "moved", "started"):
         require(whole_number(info[name]), f"{name} {info[name]!r}")
     for name in ("whole", "has_leaves"):
         require(isinstance(info[name], bool), f"{name} {info[name]!r}")
     require(isinstance(info["when"], (int, float)) and 0 <= info["when"] < 1 << 40, "its date")
+    require(isinstance(info["boot"], str), "boot")
     for name in ("partial", "size_names"):
         require(isinstance(info[name], list) and all(isinstance(text, str) for text in info[name]), name)
     require(all(isinstance(key, str) and whole_number(value) for key, value in info["status"].items()), "status")

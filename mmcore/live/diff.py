@@ -161,6 +161,8 @@ def notes(before, after):
     found = []
     if before.pid != after.pid:
         found.append(f"two processes: {before.pid} and {after.pid}")
+    elif (before.started, before.boot) != (after.started, after.boot):
+        found.append(f"two processes: PID {before.pid} was given again, or the machine was started again")
     if before.kernel != after.kernel:
         found.append(f"two kernels: {before.kernel} and {after.kernel}")
     if before.when > after.when:
