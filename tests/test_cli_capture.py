@@ -167,7 +167,7 @@ def test_backing(holder, files):
         assert one["by_kind"] == {"anon": 8 << 20} and one["sizes"][-1]["size"] == 2 << 20
         assert set(got["settings"]) == {"thp", "mthp", "hugetlb", "free_blocks"}
     text = good("backing", files[0])
-    for word in ("looked at", "present ", "folios ", "kinds ", "THP ", "hugetlb ", "folio size", "huge pages", "2 MiB: 8 MiB"):
+    for word in ("looked at", "present ", "folios ", "kinds ", "THP ", "hugetlb ", "folio size", "huge", "2 MiB: 8 MiB"):
         assert word in text, word
     assert "\x1b" not in text
 

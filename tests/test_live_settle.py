@@ -259,3 +259,36 @@ def test_length_of_a_page_and_the_last_page(holder):
     started, addr = holder
     got = live.capture(started.pid, addr + SIZE - PAGE, PAGE)
     assert len(got.pfns) == 1 and got.pfns[0]
+
+
+def test_frame_0_is_a_hole(monkeypatch, holder):
+    """A driver may map frame 0; it is shown as any other, and nobody's."""
+    started, addr = holder
+    real = settle.read_ranges
+
+    def with_frame_0(*args):
+        words = real(*args)
+        words[3] = pm.PM_PRESENT
+        return words
+
+    monkeypatch.setattr(settle, "read_ranges", with_frame_0)
+    got = live.capture(started.pid, addr, SIZE)
+    assert got.pfns[3] == 0 and got.words[3] == 0 and np.count_nonzero(got.pfns) == 511 and not got.partial
+    monkeypatch.setattr(settle, "read_ranges", lambda *args: real(*args) & ~pm.PM_PFN_MASK)
+    with pytest.raises(live.NotPossible, match="hides their PFNs"):
+        live.capture(started.pid, addr, SIZE)
+
+
+def test_a_free_frame_never_backs_a_page(monkeypatch, holder):
+    started, addr = holder
+    real = settle.KPageFile.gather
+
+    def some_free(self, pfns):
+        words = real(self, pfns)
+        if self.path.endswith("flags"):
+            words[:5] = 1 << pm.KPF_BUDDY
+        return words
+
+    monkeypatch.setattr(settle.KPageFile, "gather", some_free)
+    got = live.capture(started.pid, addr, SIZE)
+    assert got.moved == 5 and not got.pfns[:5].any() and got.pfns[5:].all()

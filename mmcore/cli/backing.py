@@ -3,6 +3,9 @@ Tell what backs a process's memory: bytes by folio size and kind, alignment, and
 or why not: its size, alignment, flags, the settings, and whether blocks of that size are free.
 """
 
+import os
+import sys
+
 from .output import print_fields, print_json, print_table
 from .target import add_target, describe, heading, open_target, partial_fields
 
@@ -58,13 +61,24 @@ def print_text(capture, backing):
     print()
     print_sizes(capture, backing)
     print()
-    rows = []
-    for one in backing.mappings:
+    print_mappings(backing.mappings)
+
+
+def print_mappings(mappings):
+    """Print a line a mapping, then the reasons that its last column but one points to."""
+    from mmcore.live.units import format_size
+
+    reasons, rows, short = {}, [], sys.stdout.isatty()
+    for one in mappings:
+        word, reason = verdict(one)
+        mark = f"{word} ({reasons.setdefault(reason, len(reasons) + 1)})" if reason else word
         rows.append((f"{one.start:x}-{one.end:x}", one.perms, format_size(one.length), format_size(one.present),
-                     format_size(one.alignment), format_size(one.contiguous), sizes_text(one.by_size) or "-",
-                     ", ".join(one.by_kind) or "-", huge_text(one), one.name or "-"))
-    print_table(("mapping", "perms", "size", "present", "align", "run", "folios", "kind", "huge pages", "name"), rows,
-                left=(0, 1, 6, 7, 8, 9))
+                     format_size(one.alignment), sizes_text(one.by_size) or "-", ", ".join(one.by_kind) or "-", mark,
+                     (os.path.basename(one.name) if short else one.name) or "-"))
+    print_table(("mapping", "perms", "size", "present", "align", "folios", "kind", "huge", "name"), rows, left=(0, 1, 5, 6, 7, 8))
+    if reasons:
+        print()
+        print_fields([(f"({number})", reason) for reason, number in reasons.items()])
 
 
 def sizes_text(by_size):
@@ -74,16 +88,16 @@ def sizes_text(by_size):
     return "; ".join(f"{format_size(size)}: {format_size(n)}" for size, n in sorted(by_size.items(), reverse=True))
 
 
-def huge_text(one):
-    """Return whether a mapping may have huge pages and why it has none, in words."""
+def verdict(one):
+    """Return whether a mapping is huge or may be, in a word, and why it is not, or which sizes it may have."""
     if one.sizes and not one.reason:
-        return "is huge"
-    text = one.eligibility()
+        return "is", ""
+    word, _, reason = one.eligibility().partition(": ")
+    if word == "yes":
+        reason = f"may have {reason}; {one.reason}"
     if one.eligible is not None and one.eligible != bool(one.allowed):
-        text += f" (THPeligible says {'yes' if one.eligible else 'no'})"
-    if text.startswith("yes"):
-        text += f" ({one.reason})"
-    return text
+        reason += f" (THPeligible says {'yes' if one.eligible else 'no'})"
+    return word, reason
 
 
 def settings_fields(capture):

@@ -13,6 +13,7 @@ from .pagemap import (
 )
 from .units import format_size
 
+LISTED = 20                    # mappings that the text names
 MAX_SEGMENT = 0xFFFFF000       # bytes: UINT_MAX rounded down to a page of any size we know
 
 
@@ -49,6 +50,12 @@ class Backing:
             out.append(f"{format_size(size)} folios: {format_size(nbytes)}")
         if self.present < self.length:
             out.append(f"not present: {format_size(self.length - self.present)}")
+        for one in self.mappings[:LISTED]:
+            sizes = ", ".join(f"{format_size(size)} folios {format_size(n)}" for size, n in sorted(one.by_size.items()))
+            out.append(f"{one.start:#x}-{one.end:#x} aligned to {format_size(one.alignment)}: {sizes or 'not present'}; "
+                       + (f"not huge: {one.reason}" if one.reason else "huge"))
+        if len(self.mappings) > LISTED:
+            out.append(f"and {len(self.mappings) - LISTED} more mappings")
         return out
 
     def __str__(self):

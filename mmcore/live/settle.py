@@ -13,7 +13,7 @@ from mmcore.core.errors import MMError
 from .errors import NotPossible
 from .limits import open_proc, vanished
 from .pagemap import (
-    KPF_BUDDY, KPF_NOPAGE, KPF_ZERO_PAGE, KPageFile, check_pfns_shown, folio_extents, has_flag,
+    KPF_BUDDY, KPF_NOPAGE, KPF_ZERO_PAGE, PM_PRESENT, KPageFile, check_pfns_shown, folio_extents, has_flag,
     overlapping, pfns_of, read_words,
 )
 from .scan import PAGE_IS_HUGE, PAGE_IS_PRESENT, mappings, scan
@@ -53,7 +53,7 @@ def settle(pid, layout, span, page_size, progress=None, steady=True):
             what = f"pages, look {attempt + 1}" if attempt else "pages"
             tell = progress and (lambda done, total=total, what=what: progress(done, total, what))
             words = again if again is not None else read_ranges(file, ranges, page_size, tell)
-            check_pfns_shown(pid, words)
+            drop_frame_0(pid, words)
             if best is None and not len(words):
                 raise vanished(pid)
             if len(words) < total and best is not None:
@@ -63,6 +63,7 @@ def settle(pid, layout, span, page_size, progress=None, steady=True):
             if len(words) < total:
                 return unconfirmed(pid, best, doubtful, total)
             again = read_ranges(file, ranges, page_size)
+            drop_frame_0(pid, again)
             if len(again) < total:
                 return unconfirmed(pid, best, doubtful)
             doubtful = torn | (pfns_of(words) != pfns_of(again))
@@ -107,6 +108,16 @@ def incomplete(best, doubtful, reasons):
     return best
 
 
+def drop_frame_0(pid, words):
+    """Make holes of mappings of frame 0, which a driver may map and nobody owns.
+
+    Raises NotPossible where every frame is shown as 0: they are hidden.
+    """
+    if not np.any(pfns_of(words)):
+        check_pfns_shown(pid, words)
+    words[(pfns_of(words) == 0) & (words & PM_PRESENT != 0)] = 0
+
+
 def read_ranges(file, ranges, page_size, progress=None):
     """Read the pagemap words of ranges; fewer come back where the address space ends (the process is gone)."""
     total = sum(count for _, count in ranges)
@@ -145,6 +156,8 @@ def look_up(file, vmas, ranges, words, page_size):
         torn = np.zeros(len(pfns), bool)
         heads, orders = folio_extents(whole, flags, kpageflags.span, torn)
         torn |= overlapping(whole, heads, orders)
+    # A free frame backs nothing: it was given back between two readings.
+    torn |= has_flag(flags, KPF_BUDDY)
     with KPageFile("kpagecount") as kpagecount:
         mapcounts = kpagecount.gather(pfns)
     leaves = read_leaves(file, ranges, len(pfns), page_size)
