@@ -18,7 +18,8 @@ def main(argv=None):
     """Measure, print, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="256M", help="bytes of the buffers (default 256M)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, in each of which every variant runs once (default 5)")
+    parser.add_argument("--rounds", type=int, default=5,
+                        help="rounds, in each of which every variant runs once (default 5)")
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON too; - writes them instead of the table")
     args = parser.parse_args(argv)
     try:

@@ -40,7 +40,8 @@ def files(holder, tmp_path_factory):
     """Capture files of it: the buffer, and everything."""
     folder = tmp_path_factory.mktemp("captures")
     pid, addr = holder
-    got = [mmcore("capture", "--pid", str(pid), "--addr", hex(addr), "--length", "8M", "-o", str(folder / "buffer.npz")),
+    got = [mmcore("capture", "--pid", str(pid), "--addr", hex(addr), "--length", "8M", "-o",
+                  str(folder / "buffer.npz")),
            mmcore("capture", "--pid", str(pid), "--all", "-o", str(folder / "all.npz"))]
     for done in got:
         assert done.returncode == 0 and not done.stderr, done.stderr
@@ -113,12 +114,14 @@ def test_capture_chooses_mappings(holder, tmp_path):
     (["capture", "--all", "--vma", "heap", "-o", "x"], "need a PID"),
     (["backing"], "PID|FILE"), (["backing", "0"], "above 0"), (["backing", "x.npz", "--vma", "heap"], "need a PID"),
     (["backing", "1", "--proc", "--json"], "not both"), (["frag", "--proc", "--json"], "not both"),
-    (["types", "-b", "nothing"], "nothing"), (["types", "-b", "anon,~anon"], "forbids"), (["types", "-a", "9,8"], "holds no page"),
+    (["types", "-b", "nothing"], "nothing"), (["types", "-b", "anon,~anon"], "forbids"),
+    (["types", "-a", "9,8"], "holds no page"),
     (["types", "-a", "x"], "addr-spec"), (["types", "1", "-p", "2"], "one of"), (["types", "-l", "-L"], "not both"),
     (["types", "-d", "nope"], "nope"), (["types", "--vma", "heap"], "need a PID"),
     (["map", "--cell", "tiny"], "tiny"), (["map", "--columns", "3"], "8 to 1024"), (["map", "-o", "x.txt"], ".png"),
     (["map", "--strip"], "PID or a file"), (["map", "--pfns", "8,3"], "holds no page"),
-    (["diff", "x.npz"], "AFTER"), (["pins", "--count", "3"], "--watch"), (["pins", "--watch", "--interval", "0"], "seconds"),
+    (["diff", "x.npz"], "AFTER"), (["pins", "--count", "3"], "--watch"),
+    (["pins", "--watch", "--interval", "0"], "seconds"),
 ])
 def test_usage(words, text):
     assert text in error(*words, status=2)
@@ -134,7 +137,8 @@ def test_files_that_are_none(verb, tmp_path):
 
 def test_processes_that_are_none(tmp_path):
     gone = str(1 << 22 | 1)
-    for words in (["capture", "--pid", gone, "-o", tmp_path / "x"], ["backing", gone], ["types", gone], ["map", gone], ["frag", gone]):
+    for words in (["capture", "--pid", gone, "-o", tmp_path / "x"], ["backing", gone], ["types", gone], ["map", gone],
+                  ["frag", gone]):
         assert "does not exist" in error(*words)
     assert "no address space" in error("backing", "2", status=77)
     assert not list(tmp_path.iterdir())
@@ -142,7 +146,8 @@ def test_processes_that_are_none(tmp_path):
 
 def test_where_nothing_can_be_written(holder, tmp_path):
     assert "no such folder" in error("capture", "--pid", holder[0], "-o", tmp_path / "no" / "x.npz")
-    assert "maps nothing" in error("capture", "--pid", holder[0], "--addr", "0x1000", "--length", "4K", "-o", tmp_path / "x")
+    assert "maps nothing" in error("capture", "--pid", holder[0], "--addr", "0x1000", "--length", "4K", "-o",
+                                   tmp_path / "x")
     assert "there is no line" in error("capture", "--pid", holder[0], "--vma", 99999, "-o", tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
@@ -152,7 +157,8 @@ def test_not_possible_without_privilege_but_files_are_read(holder, files, tmp_pa
     less = without_capabilities(CAP_SYS_ADMIN)
     for words in (["capture", "--pid", holder[0], "-o", tmp_path / "x"], ["backing", holder[0]]):
         assert "CAP_SYS_ADMIN" in error(*words, status=77, preexec_fn=less)
-    for words in (["backing", files[0]], ["types", files[0]], ["map", files[1]], ["frag", files[1]], ["diff", *files[:2]],
+    for words in (["backing", files[0]], ["types", files[0]], ["map", files[1]], ["frag", files[1]],
+                  ["diff", *files[:2]],
                   ["types", files[1], "--frames"], ["pins"], ["frag"]):
         good(*words, preexec_fn=less)
 
@@ -167,7 +173,8 @@ def test_backing(holder, files):
         assert one["by_kind"] == {"anon": 8 << 20} and one["sizes"][-1]["size"] == 2 << 20
         assert set(got["settings"]) == {"thp", "mthp", "hugetlb", "free_blocks"}
     text = good("backing", files[0])
-    for word in ("looked at", "present ", "folios ", "kinds ", "THP ", "hugetlb ", "folio size", "huge", "2 MiB: 8 MiB"):
+    for word in ("looked at", "present ", "folios ", "kinds ", "THP ", "hugetlb ", "folio size", "huge",
+                 "2 MiB: 8 MiB"):
         assert word in text, word
     assert "\x1b" not in text
 
@@ -195,7 +202,8 @@ def test_types(holder, files):
 def test_types_listings(holder, files):
     lines = good("types", files[0], "-L", "-N").splitlines()
     assert lines[0].split("\t") == ["voffset", "offset", "flags"] and len(lines) == 2048 + 2
-    assert int(lines[1].split("\t")[0], 16) == holder[1] >> 12 and all(int(line.split("\t")[1], 16) for line in lines[1:-1])
+    assert int(lines[1].split("\t")[0], 16) == holder[1] >> 12 and all(int(line.split("\t")[1], 16)
+                                                                       for line in lines[1:-1])
     lines = good("types", files[0], "-l", "-M", "-N", "-b", "thp").splitlines()
     assert lines[0].split("\t") == ["voffset", "offset", "map-cnt", "len", "flags"]
     assert sum(int(line.split("\t")[3], 16) for line in lines[1:-1]) == 2048
@@ -227,7 +235,8 @@ def test_map_in_letters(holder, files):
     for one in colours.CLASSES[1:]:
         assert re.search(rf"^ +{re.escape(one.letter)} +{one.name} +\d", text, re.M), one.name
     got = data("map", files[1])
-    assert got["grid"]["totals"]["free"] > 0 and any(strip["start"] <= holder[1] < strip["end"] for strip in got["strips"])
+    assert got["grid"]["totals"]["free"] > 0 and any(strip["start"] <= holder[1] < strip["end"]
+                                                     for strip in got["strips"])
     assert sum(got["grid"]["marks"].values()) > 2000
     strip = good("map", files[0], "--strip")
     assert re.search(r"A{10}[x×]4", strip) or "anon large" in strip
@@ -318,7 +327,8 @@ def on_a_terminal(*words, env=None):
     import sys
 
     leader, follower = pty.openpty()
-    done = subprocess.Popen([sys.executable, "-m", "mmcore.cli", *map(str, words)], stdout=follower, stderr=follower, cwd=ROOT,
+    done = subprocess.Popen([sys.executable, "-m", "mmcore.cli", *map(str, words)], stdout=follower, stderr=follower,
+                            cwd=ROOT,
                             env={**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "120",
                                  "NO_COLOR": "", **(env or {})})
     os.close(follower)

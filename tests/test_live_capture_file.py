@@ -8,7 +8,9 @@ import zlib
 
 import numpy as np
 import pytest
-from live_support import CAP_SYS_ADMIN, CAP_SYS_PTRACE, child, linux, made_up_capture, mmcore, or_skip, root, run, without_capabilities
+from live_support import (
+    CAP_SYS_ADMIN, CAP_SYS_PTRACE, child, linux, made_up_capture, mmcore, or_skip, root, run, without_capabilities,
+)
 
 from mmcore import live
 from mmcore.live import capturefile
@@ -63,7 +65,8 @@ def test_everything_comes_back(tmp_path):
     after = live.Capture.load(tmp_path / "x")
     for name in COLUMNS:
         assert np.array_equal(getattr(before, name), getattr(after, name)), name
-    for name in ("pid", "page_size", "moved", "partial", "when", "whole", "limits", "rlimits", "status", "machine", "started",
+    for name in ("pid", "page_size", "moved", "partial", "when", "whole", "limits", "rlimits", "status", "machine",
+                 "started",
                  "boot", "vmas", "leaves", "kernel"):
         assert getattr(before, name) == getattr(after, name), name
     assert after.vmas[0].sizes == {"Rss": 20480, "THPeligible": 1} and after.machine.free_blocks == [4, 1]
@@ -101,7 +104,8 @@ def test_every_damaged_byte_is_noticed_or_harmless(saved):
             assert np.array_equal(got.words, example().words) and got.vmas == example().vmas
 
 
-@pytest.mark.parametrize("content", [b"", b"hello\n", b"\x80\x04N.", b"PK\x03\x04", b"\x93NUMPY\x01\x00", os.urandom(4000)])
+@pytest.mark.parametrize("content", [b"", b"hello\n", b"\x80\x04N.", b"PK\x03\x04", b"\x93NUMPY\x01\x00",
+                                     os.urandom(4000)])
 def test_foreign_files(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
     refused(tmp_path / "x")
@@ -217,13 +221,16 @@ def description(members, **changed):
     return {**members, "info.npy": npy(np.frombuffer(json.dumps(info).encode(), np.uint8))}
 
 
-VMA = {"start": 4096, "end": 8192, "perms": "rw-p", "offset": 0, "dev": "", "inode": 0, "path": "", "kernel_page_size": 4096,
+VMA = {"start": 4096, "end": 8192, "perms": "rw-p", "offset": 0, "dev": "", "inode": 0, "path": "",
+       "kernel_page_size": 4096,
        "rss": 0, "huge": 0, "flags": []}
 
 
 @pytest.mark.parametrize("changed", [
-    {"format": "other"}, {"format": KeyError}, {"pid": -1}, {"pid": "1"}, {"pid": 1.5}, {"pid": True}, {"pid": KeyError},
-    {"page_size": 4097}, {"page_size": 0}, {"page_size": 1 << 40}, {"page_size": "4096"}, {"moved": None}, {"started": -1}, {"boot": 5},
+    {"format": "other"}, {"format": KeyError}, {"pid": -1}, {"pid": "1"}, {"pid": 1.5}, {"pid": True},
+    {"pid": KeyError},
+    {"page_size": 4097}, {"page_size": 0}, {"page_size": 1 << 40}, {"page_size": "4096"}, {"moved": None},
+    {"started": -1}, {"boot": 5},
     {"partial": "text"}, {"partial": [1]}, {"when": "now"}, {"when": -1}, {"whole": 1}, {"has_leaves": None},
     {"limits": {}}, {"limits": {"pid": 1, "soft": -5, "hard": 0, "locked": 0, "pinned": 0, "cap_ipc_lock": False}},
     {"rlimits": {"a": [1]}}, {"rlimits": {"a": [1, "x"]}}, {"rlimits": []}, {"status": {"VmPin": "4"}}, {"status": 3},
@@ -245,7 +252,8 @@ def test_a_later_version_says_so(saved):
     refused(path, "use the mmcore that wrote it")
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[" * 100_000, b"null", b"[]", b"\xff\xfe", b'{"format": ' + b"9" * 100_000 + b"}"])
+@pytest.mark.parametrize("text", [b"", b"{", b"[" * 100_000, b"null", b"[]", b"\xff\xfe", b'{"format": '
+                                  + b"9" * 100_000 + b"}"])
 def test_descriptions_that_are_no_json(saved, text):
     path, members = saved
     write(path, {**members, "info.npy": npy(np.frombuffer(text, np.uint8))})

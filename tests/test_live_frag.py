@@ -1,4 +1,4 @@
-"""Free memory in blocks, its unusable share, its runs; and the files that say so, as this and other machines write them."""
+"""Free memory in blocks, its unusable share, its runs; and the files that say so, as machines write them."""
 
 import numpy as np
 import pytest
@@ -80,7 +80,8 @@ def test_a_machine_survives_json():
     assert m.Machine.from_dict(json.loads(json.dumps(before.as_dict()))) == before
 
 
-@pytest.mark.parametrize("text, word", [("always [madvise] never\n", "madvise"), ("[never]", "never"), ("5\n", "5"), ("", "")])
+@pytest.mark.parametrize("text, word", [("always [madvise] never\n", "madvise"), ("[never]", "never"), ("5\n", "5"),
+                                        ("", "")])
 def test_switches(text, word):
     assert m.chosen(text) == word
 
@@ -91,8 +92,9 @@ def test_this_machine():
     with open("/proc/buddyinfo") as file:
         lines = file.read()
     # Counts move; the shape does not.
-    assert [line.split()[:4] for line in here.buddyinfo().splitlines()] == [line.split()[:4] for line in lines.splitlines()]
-    assert [len(line.split()) for line in here.buddyinfo().splitlines()] == [len(line.split()) for line in lines.splitlines()]
+    ours, theirs = ([(line.split()[:4], len(line.split())) for line in text.splitlines()]
+                    for text in (here.buddyinfo(), lines))
+    assert ours == theirs
     assert m.zones(lines, "") and m.Machine(zones=tuple(m.zones(lines, ""))).buddyinfo() == lines
     assert here.page_size and here.kernel and any(zone.managed for zone in here.zones)
     assert all(zone.present <= zone.spanned and zone.managed <= zone.present for zone in here.zones)

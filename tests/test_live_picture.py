@@ -26,7 +26,8 @@ NAMES = [one.name for one in colours.CLASSES]
     (word(pm.KPF_BUDDY), "free"), (word(pm.KPF_BUDDY, pm.KPF_UPTODATE), "free"),
     (word(pm.KPF_NOPAGE), "absent"), (word(pm.KPF_OFFLINE), "absent"), (word(pm.KPF_HWPOISON, pm.KPF_ANON), "absent"),
     (0, "kernel"), (word(pm.KPF_SLAB), "kernel"), (word(pm.KPF_PGTABLE), "kernel"), (word(pm.KPF_RESERVED), "kernel"),
-    (word(pm.KPF_LRU, pm.KPF_UPTODATE), "file"), (word(pm.KPF_UNEVICTABLE), "file"), (word(pm.KPF_THP, pm.KPF_LRU), "file"),
+    (word(pm.KPF_LRU, pm.KPF_UPTODATE), "file"), (word(pm.KPF_UNEVICTABLE), "file"),
+    (word(pm.KPF_THP, pm.KPF_LRU), "file"),
     (word(pm.KPF_SWAPBACKED, pm.KPF_LRU), "shmem"), (word(pm.KPF_ANON, pm.KPF_SWAPBACKED, pm.KPF_LRU), "anon"),
     (word(pm.KPF_ANON, pm.KPF_COMPOUND_TAIL), "anon large"), (word(pm.KPF_ANON, pm.KPF_THP), "anon large"),
     (word(pm.KPF_HUGE, pm.KPF_COMPOUND_HEAD), "hugetlb"), (word(pm.KPF_HUGE, pm.KPF_ANON), "hugetlb"),
@@ -47,13 +48,14 @@ def test_what_lies_in_no_zone_or_is_not_in_use_is_absent():
 
 
 def test_colours_are_told_apart():
-    """Eight classes, each with a colour and a letter of its own; also without colour vision they differ in lightness or hue."""
+    """Eight classes, each with a colour and a letter of its own; they differ also for the red-green blind."""
     assert len(colours.CLASSES) == 8
     for values in ([one.letter for one in colours.CLASSES], [one.colour for one in colours.CLASSES] + [colours.MARK]):
         assert len(set(values)) == len(values)
     # Red-green blindness leaves blue-yellow and lightness: simulate it (Vienot 1999) and measure the distance.
     simulate = np.array([[0.1124, 0.8876, 0], [0.1124, 0.8876, 0], [0.004, -0.004, 1]])
-    seen = [simulate @ (np.array([int(one.colour[at:at + 2], 16) for at in (1, 3, 5)]) / 255) ** 2.2 for one in colours.CLASSES]
+    seen = [simulate @ (np.array([int(one.colour[at:at + 2], 16) for at in (1, 3, 5)]) / 255) ** 2.2
+            for one in colours.CLASSES]
     for at, one in enumerate(seen):
         for other in seen[:at]:
             # Lightness counts as the eye sees it.
@@ -140,7 +142,8 @@ def test_boxes_cover_the_buffer_once(parts):
 
 def test_only_the_largest_mappings_are_drawn():
     capture = made_up_capture([(9 + at, 9 + at, 0) for at in range(6)], vmas=[
-        {"start": (1 << 30) + a * 4096, "end": (1 << 30) + b * 4096, "perms": "rw-p"} for a, b in ((0, 1), (1, 3), (3, 6))])
+        {"start": (1 << 30) + a * 4096, "end": (1 << 30) + b * 4096, "perms": "rw-p"}
+        for a, b in ((0, 1), (1, 3), (3, 6))])
     assert [one.end - one.start for one in picture.strips(capture, most=2)] == [8192, 12288]
 
 
@@ -159,7 +162,8 @@ def test_png_shows_the_colours(tmp_path):
     pixels = image.imread(tmp_path / "x.png")[:, :, :3]
     assert pixels.shape[1] > 1000
     shown = {tuple(one) for one in np.round(pixels.reshape(-1, 3) * 255).astype(int).tolist()}
-    for colour in [colours.CLASSES[at].colour for at in (colours.FREE, colours.FILE, colours.ANON, colours.ANON_LARGE)] + [colours.MARK]:
+    kinds = (colours.FREE, colours.FILE, colours.ANON, colours.ANON_LARGE)
+    for colour in [*(colours.CLASSES[kind].colour for kind in kinds), colours.MARK]:
         assert tuple(int(colour[at:at + 2], 16) for at in (1, 3, 5)) in shown, colour
 
 
@@ -168,7 +172,8 @@ def test_svg_and_pdf(tmp_path):
     grid, strips = example()
     plot.draw(tmp_path / "x.svg", grid, strips, "a title")
     text = (tmp_path / "x.svg").read_text()
-    assert text.lstrip().startswith("<?xml") and "</svg>" in text and colours.CLASSES[colours.ANON_LARGE].colour.lower() in text.lower()
+    assert text.lstrip().startswith("<?xml") and "</svg>" in text
+    assert colours.CLASSES[colours.ANON_LARGE].colour.lower() in text.lower()
     plot.draw(tmp_path / "x.pdf", None, strips)
     assert (tmp_path / "x.pdf").read_bytes().startswith(b"%PDF")
 

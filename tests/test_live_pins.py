@@ -98,7 +98,8 @@ def made_up(acquired, released, *processes, current=True):
     (made_up(110, 10), 100, "I/O in flight"),
     (made_up(110, 10, p.ProcessPins(5, "a", 0, 50 * 4096, ("vfio",))), 100, "50 pages in VmLck"),
     (made_up(None, None), None, "Linux 5.6"),
-    (made_up(110, 10, p.ProcessPins(5, "a", 100 * 4096, 0), p.ProcessPins(6, "b", 100 * 4096, 0, (), 5)), 0, "every pin"),
+    (made_up(110, 10, p.ProcessPins(5, "a", 100 * 4096, 0), p.ProcessPins(6, "b", 100 * 4096, 0, (), 5)), 0,
+     "every pin"),
 ])
 def test_what_the_difference_means(found, unexplained, words):
     assert found.unexplained == unexplained and words in found.verdict()

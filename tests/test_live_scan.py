@@ -1,4 +1,4 @@
-"""PAGEMAP_SCAN and PROCMAP_QUERY say what pagemap and maps say, and are done without where the kernel has not got them."""
+"""PAGEMAP_SCAN and PROCMAP_QUERY say what pagemap and maps say, and are done without where there are none."""
 
 import errno
 import mmap
@@ -127,7 +127,8 @@ def test_the_holes_of_a_very_large_mapping_cost_nothing(monkeypatch):
     area.close()
 
 
-@pytest.mark.parametrize("which, error", [(0, ValueError), (10 ** 9, ValueError), ("other", TypeError), (True, TypeError),
+@pytest.mark.parametrize("which, error", [(0, ValueError), (10 ** 9, ValueError), ("other", TypeError),
+                                          (True, TypeError),
                                           (None, TypeError)])
 def test_mappings_that_are_not_there(which, error):
     with pytest.raises(error):

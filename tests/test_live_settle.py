@@ -1,4 +1,4 @@
-"""Processes that run on while they are captured: they exit, exec, unmap, map, fault, split. What comes out is consistent."""
+"""Processes that run on while they are captured: they exit, exec, unmap, fault. What comes out is consistent."""
 
 import signal
 

@@ -67,7 +67,8 @@ def test_each_size_has_its_own_switch():
     for size in (small, HUGE):
         assert f"hugepages-{size >> 10}kB/enabled is never" in thp.forbidden(anon(), size, machine)
     # A mapping too small for one size fits another.
-    assert [rule.size for rule in thp.rules(anon(end=HUGE + 2 * small), settings("always", mthp={small: {"enabled": "inherit"}}))
+    assert [rule.size for rule in thp.rules(anon(end=HUGE + 2 * small),
+                                            settings("always", mthp={small: {"enabled": "inherit"}}))
             if not rule.reason] == [small]
 
 
@@ -85,7 +86,8 @@ def test_free_blocks_are_counted_by_order():
 def test_the_kernel_agrees_for_every_mapping_of_this_process():
     """THPeligible says whether any size may be had, by the same rules; file systems decide for their files."""
     areas = []
-    for length, advice in ((HUGE, None), (4 * HUGE, None), (4 * HUGE, mmap.MADV_HUGEPAGE), (4 * HUGE, mmap.MADV_NOHUGEPAGE),
+    for length, advice in ((HUGE, None), (4 * HUGE, None), (4 * HUGE, mmap.MADV_HUGEPAGE),
+                           (4 * HUGE, mmap.MADV_NOHUGEPAGE),
                            (HUGE // 2, mmap.MADV_HUGEPAGE)):
         area = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if advice:
@@ -137,7 +139,8 @@ def test_a_capture_judges_by_its_own_settings():
     got.vmas = [Vma(**{**vars(vma), "flags": ()}) for vma in got.vmas]
     assert "enabled is never" in got.not_huge[0][2]
     one = got.backing().mappings[0]
-    assert one.eligibility().startswith("no: ") and one.allowed == [] and not one.as_dict()["reason"].startswith("madvise")
+    assert one.eligibility().startswith("no: ") and one.allowed == []
+    assert not one.as_dict()["reason"].startswith("madvise")
 
 
 @linux

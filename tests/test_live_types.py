@@ -47,13 +47,15 @@ def test_names_say_the_whole_word(word):
 
 
 @pytest.mark.parametrize("text, word", [
-    ("0x10,anon", 1 << 4 | 1 << 12), ("anon", 1 << 12), ("huge", 1 << 17), ("slub", 1 << 50), ("16", 16), ("lru, dirty", 1 << 5 | 1 << 4),
+    ("0x10,anon", 1 << 4 | 1 << 12), ("anon", 1 << 12), ("huge", 1 << 17), ("slub", 1 << 50), ("16", 16),
+    ("lru, dirty", 1 << 5 | 1 << 4),
 ])
 def test_names_and_numbers(text, word):
     assert types.parse_flags(text) == word
 
 
-@pytest.mark.parametrize("text", ["", "nothing", "anon,", "bit64", "bit-1", "-1", str(1 << 64), "0x", "~anon", "anon thp"])
+@pytest.mark.parametrize("text", ["", "nothing", "anon,", "bit64", "bit-1", "-1", str(1 << 64), "0x", "~anon",
+                                  "anon thp"])
 def test_flags_that_are_none(text):
     with pytest.raises(ValueError, match="no flag is called"):
         types.parse_flags(text)
@@ -69,7 +71,8 @@ def plain_match(text, word):
         mask = wanted | sum(1 << types.BY_NAME[name] for name in left.split(","))
         return word & mask == wanted
     if "~" in text:
-        return all((word >> types.BY_NAME[name.lstrip("~")] & 1) == (not name.startswith("~")) for name in text.split(","))
+        return all((word >> types.BY_NAME[name.lstrip("~")] & 1) == (not name.startswith("~"))
+                   for name in text.split(","))
     return any(word >> types.BY_NAME[name] & 1 for name in text.split(","))
 
 

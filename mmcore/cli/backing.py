@@ -75,7 +75,8 @@ def print_mappings(mappings):
         rows.append((f"{one.start:x}-{one.end:x}", one.perms, format_size(one.length), format_size(one.present),
                      format_size(one.alignment), sizes_text(one.by_size) or "-", ", ".join(one.by_kind) or "-", mark,
                      (os.path.basename(one.name) if short else one.name) or "-"))
-    print_table(("mapping", "perms", "size", "present", "align", "folios", "kind", "huge", "name"), rows, left=(0, 1, 5, 6, 7, 8))
+    print_table(("mapping", "perms", "size", "present", "align", "folios", "kind", "huge", "name"), rows,
+                left=(0, 1, 5, 6, 7, 8))
     if reasons:
         print()
         print_fields([(f"({number})", reason) for reason, number in reasons.items()])

@@ -95,8 +95,8 @@ def print_staircase(blocks, unusable, size):
     for order, count in enumerate(blocks):
         pages = count << order
         length = pages * BAR / most
-        print(f"{order:5d}  {format_size(size << order):>8}  {count:9d}  {format_size(pages * size):>10}    {unusable[order]:6.3f}"
-              f"  {bar(length)}".rstrip())
+        print(f"{order:5d}  {format_size(size << order):>8}  {count:9d}  {format_size(pages * size):>10}"
+              f"    {unusable[order]:6.3f}  {bar(length)}".rstrip())
 
 
 def bar(length):

@@ -1,7 +1,7 @@
 """
-Draw physical memory: a cell for each block of frames, coloured by what most of it is used for, and for a process one box
-a folio, wider the larger it is. On the terminal, and with -o as PNG or SVG (matplotlib). Without colours (NO_COLOR, or
-piped) classes are letters.
+Draw physical memory: a cell for each block of frames, coloured by what most of it is used for, and for a process one
+box a folio, wider the larger it is. On the terminal, and with -o as PNG or SVG (matplotlib). Without colours
+(NO_COLOR, or piped) classes are letters.
 """
 
 import itertools
@@ -21,7 +21,8 @@ RULER = 10            # characters of the address before a row
 def add_arguments(parser):
     """Declare the options of the verb."""
     add_target(parser, required=False, otherwise="; without it this machine's memory")
-    parser.add_argument("--cell", type=cell, metavar="page|block|SIZE", help="what a cell stands for (default: as fits)")
+    parser.add_argument("--cell", type=cell, metavar="page|block|SIZE",
+                        help="what a cell stands for (default: as fits)")
     parser.add_argument("--pfns", metavar="ADDR-SPEC", help="only these frames: N+M, N,M, N, or ,M as in types")
     parser.add_argument("--columns", type=columns, help="cells a row (default: 64, 128 with -o)")
     parser.add_argument("--strip", action="store_true", help="only the process, folio by folio")
@@ -133,7 +134,8 @@ class Terminal:
         from mmcore.live.plot import place
         from mmcore.live.units import format_size
 
-        print(f"physical memory, a cell is {format_size(grid.cell_bytes)}, a row {format_size(grid.cell_bytes * grid.columns)}")
+        print(f"physical memory, a cell is {format_size(grid.cell_bytes)}, "
+              f"a row {format_size(grid.cell_bytes * grid.columns)}")
         quarter = max(8, grid.columns // 4)
         ticks = "".join(f"{'|+' + format_size(at * grid.cell_bytes).replace('iB', '').replace(' ', ''):<{quarter}}"
                         if at else f"{'|':<{quarter}}" for at in range(0, grid.columns, quarter))

@@ -16,7 +16,8 @@ SECONDS = 2.0
 def add_arguments(parser):
     """Declare the options of the verb."""
     parser.add_argument("--watch", action="store_true", help="repeat until interrupted; with --json a line each time")
-    parser.add_argument("--interval", type=seconds, help=f"seconds between two looks (default {SECONDS:g}); with --watch")
+    parser.add_argument("--interval", type=seconds,
+                        help=f"seconds between two looks (default {SECONDS:g}); with --watch")
     parser.add_argument("--count", type=looks, help="stop after so many looks; with --watch")
 
 

@@ -1,7 +1,7 @@
 """
-List and count pages by their flags, with the letters, options and line shapes of the kernel's page-types: every frame of
-the machine, the pages of a process or of a capture, or those of a file in the page cache. Bits without a name are shown
-as bitNN. Like page-types, flags for kernel developers appear with --raw only.
+List and count pages by their flags, with the letters, options and line shapes of the kernel's page-types: every frame
+of the machine, the pages of a process or of a capture, or those of a file in the page cache. Bits without a name are
+shown as bitNN. Like page-types, flags for kernel developers appear with --raw only.
 """
 
 from .output import print_json
@@ -12,7 +12,8 @@ from .target import add_target, heading, open_target
 HELP = "count and list pages by their flags, as page-types does"
 SPECS = """
 addr-spec, in pages: N one page; N+M pages N to N+M-1; N,M pages N to M-1; N, from N to the end; ,M from 0 to M-1.
-bits-spec: a,b any of them; a,b=a of these exactly a; a,~b a and not b; =a,b exactly these. Bits are names, bitNN or numbers.
+bits-spec: a,b any of them; a,b=a of these exactly a; a,~b a and not b; =a,b exactly these.
+Bits are names (--legend), bitNN or numbers.
 """
 
 
@@ -25,16 +26,19 @@ def add_arguments(parser):
     add_target(parser, required=False, otherwise="; without it every frame of this machine")
     parser.add_argument("-p", "--pid", type=_positive, help="walk this process, as PID does")
     parser.add_argument("-f", "--file", metavar="FILE", help="walk this file's pages in the page cache")
-    parser.add_argument("--frames", action="store_true", help="of a capture: every frame of the machine, not the process")
+    parser.add_argument("--frames", action="store_true",
+                        help="of a capture: every frame of the machine, not the process")
     parser.add_argument("-a", "--addr-spec", action="append", default=[], metavar="ADDR-SPEC", help="only these pages")
-    parser.add_argument("-b", "--bits", action="append", default=[], metavar="BITS-SPEC", help="only pages with these flags")
+    parser.add_argument("-b", "--bits", action="append", default=[], metavar="BITS-SPEC",
+                        help="only pages with these flags")
     parser.add_argument("-r", "--raw", action="store_true", help="show the flags for kernel developers too")
     parser.add_argument("-l", "--list", action="store_true", help="list pages in ranges")
     parser.add_argument("-L", "--list-each", action="store_true", help="list pages one by one")
     parser.add_argument("-M", "--list-mapcnt", action="store_true", help="list how often each page is mapped, too")
     parser.add_argument("-N", "--no-summary", action="store_true", help="no summary")
     parser.add_argument("-d", "--describe", metavar="FLAGS", help="say what flags mean, and do nothing else")
-    parser.add_argument("--legend", action="store_true", help="list every flag's bit, letter and name, and do nothing else")
+    parser.add_argument("--legend", action="store_true",
+                        help="list every flag's bit, letter and name, and do nothing else")
 
 
 def run(args):
@@ -119,7 +123,8 @@ def print_summary(summary):
 
     print(f"{'flags':>18}\tpage-count       MB  symbolic-flags\t\t\tlong-symbolic-flags")
     for word, count in summary.rows:
-        print(f"{word:#018x}\t{count:10d} {count * summary.page_size >> 20:8d}  {types.letters(word)}\t{types.names(word)}")
+        megabytes = count * summary.page_size >> 20
+        print(f"{word:#018x}\t{count:10d} {megabytes:8d}  {types.letters(word)}\t{types.names(word)}")
     print(f"{'total':>18}\t{summary.total:10d} {summary.total * summary.page_size >> 20:8d}")
 
 

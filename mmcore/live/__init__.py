@@ -6,9 +6,9 @@
         with snapshot.replay() as engine:
             mmcore.grab_pages(engine.pages)
 
-A capture is read once and reported many ways, here or from its file on any machine: capture.backing(), and by the modules
-types (pages by their flags), picture (physical memory and folios as cells and boxes; plot draws them), frag (free memory),
-diff (two captures), pins (who holds pins).
+A capture is read once and reported many ways, here or from its file on any machine: capture.backing(), and by the
+modules types (pages by their flags), picture (physical memory and folios as cells and boxes; plot draws them), frag
+(free memory), diff (two captures), pins (who holds pins).
 
 /proc/kpagecount is how often a page is mapped; no file shows _refcount or _pincount.
 Whatever this machine cannot answer raises NotPossible with the reason and the remedy.

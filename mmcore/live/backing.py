@@ -52,8 +52,9 @@ class Backing:
             out.append(f"not present: {format_size(self.length - self.present)}")
         for one in self.mappings[:LISTED]:
             sizes = ", ".join(f"{format_size(size)} folios {format_size(n)}" for size, n in sorted(one.by_size.items()))
-            out.append(f"{one.start:#x}-{one.end:#x} aligned to {format_size(one.alignment)}: {sizes or 'not present'}; "
-                       + (f"not huge: {one.reason}" if one.reason else "huge"))
+            huge = f"not huge: {one.reason}" if one.reason else "huge"
+            out.append(f"{one.start:#x}-{one.end:#x} aligned to {format_size(one.alignment)}: "
+                       f"{sizes or 'not present'}; {huge}")
         if len(self.mappings) > LISTED:
             out.append(f"and {len(self.mappings) - LISTED} more mappings")
         return out

@@ -44,7 +44,8 @@ def _window(descriptor, offset, length):
     page_size = mmap.PAGESIZE
     npages = -(-length // page_size)
     # Writable and private, so that its address can be had; nothing is written.
-    with mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset) as area:
+    with mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                   offset=offset) as area:
         byte = ctypes.c_char.from_buffer(area)
         addr = ctypes.addressof(byte)
         del byte

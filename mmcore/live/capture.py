@@ -23,7 +23,7 @@ from .thp import why_not_huge
 from .units import format_size
 from .vma import Vma, clean, nameless, vmas
 
-SPARSE = 1 << 30             # bytes: of larger mappings only the populated stretches are kept, where the kernel tells them
+SPARSE = 1 << 30             # bytes: of larger mappings only the populated stretches are kept, where they are known
 STRETCH = 2 << 20            # bytes: stretches are widened to this, so that few are needed
 WHOLE = 1 << 64
 NO_LIMITS = Limits(0, None, None, 0, 0, False)
@@ -38,9 +38,9 @@ class Capture:
     a PMD or PUD entry; None where the kernel does not say) are arrays of one entry a page, in
     address order. `.vmas` are the mappings looked at, `.limits` the process's memlock limits,
     `.rlimits` all of them, `.status` its memory lines (bytes), `.machine` the settings, zones
-    and pools. `.command` is the process's name, which is not kept in files. `.frames` holds every frame of the machine, or None. `.moved` counts pages left
-    out because they changed while they were read, `.partial` says in words what is missing.
-    `.pid` is 0 where no process was captured.
+    and pools. `.command` is the process's name, which is not kept in files. `.frames` holds every frame of the
+    machine, or None. `.moved` counts pages left out because they changed while they were read, `.partial` says in
+    words what is missing. `.pid` is 0 where no process was captured.
     """
 
     def __init__(self, info, arrays):
@@ -133,7 +133,8 @@ class Capture:
         names = list(dict.fromkeys(name for vma in self.vmas for name in vma.sizes))
         info = {
             "pid": self.pid, "page_size": self.page_size, "moved": self.moved, "partial": self.partial,
-            "started": self.started, "boot": self.boot, "when": self.when, "whole": self.whole, "limits": asdict(self.limits), "rlimits": self.rlimits,
+            "started": self.started, "boot": self.boot, "when": self.when, "whole": self.whole,
+            "limits": asdict(self.limits), "rlimits": self.rlimits,
             "status": self.status, "machine": self.machine.as_dict(), "size_names": names,
             "has_leaves": self.leaves is not None,
             "vmas": [{key: value for key, value in vars(vma).items() if key != "sizes"} for vma in self.vmas],
@@ -200,7 +201,8 @@ def capture(target="self", addr=None, length=None, *, memory=False, names=True, 
         return Capture(info, {**nothing, **_frame_arrays(True, progress)})
     have = limits(pid)
     started, boot = identity(pid)
-    info.update(pid=have.pid, command=clean(status(pid)["Name"]), started=started, boot=boot, limits=asdict(have), rlimits=rlimits(pid), status=memory_lines(status(pid)))
+    info.update(pid=have.pid, command=clean(status(pid)["Name"]), started=started, boot=boot, limits=asdict(have),
+                rlimits=rlimits(pid), status=memory_lines(status(pid)))
     layout, span = _layout(pid, addr, length, page_size)
     found = settle(pid, layout, span, page_size, progress, steady=pid != "self")
     listed = found.vmas if names else nameless(found.vmas)

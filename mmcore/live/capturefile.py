@@ -1,4 +1,4 @@
-"""Capture files: a zip of plain arrays (.npz), one of which is a JSON text. Nothing in them is ever executed or trusted.
+"""Capture files: a zip of plain arrays (.npz), one of which is a JSON text. Nothing in them is executed or trusted.
 
 Before anything is unpacked, the directory of the zip must name exactly the expected members, and what they say they
 unpack to must fit into memory: a small file cannot ask for all of it.
@@ -44,7 +44,8 @@ def save(path, info, arrays):
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as whole:
             for name, kind in KINDS.items():
                 with whole.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, np.asarray(arrays[name], kind), version=(1, 0), allow_pickle=False)
+                    np.lib.format.write_array(member, np.asarray(arrays[name], kind), version=(1, 0),
+                                              allow_pickle=False)
         os.replace(part, path)
     finally:
         if os.path.exists(part):

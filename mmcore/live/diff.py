@@ -36,7 +36,7 @@ class Diff:
     page_size: int
     totals: dict = field(default_factory=dict)       # kind -> bytes
     changes: list = field(default_factory=list)      # Change, in address order, without "same"
-    frames: "dict | None" = None                     # of frames that the process had and left: what they are now, in bytes
+    frames: "dict | None" = None                     # what the frames that the process left are now, in bytes
     notes: list = field(default_factory=list)        # why the two may not be comparable
 
     def as_dict(self):
@@ -47,7 +47,8 @@ class Diff:
 def diff(before, after):
     """Compare two Captures: Diff. Raises ValueError where they cannot be compared at all."""
     if before.page_size != after.page_size:
-        raise ValueError(f"pages of {before.page_size} bytes and of {after.page_size}: captures of two machines do not compare")
+        raise ValueError(f"pages of {before.page_size} bytes and of {after.page_size}: "
+                         "captures of two machines do not compare")
     if not before.pid or not after.pid:
         raise ValueError("a capture without a process: there are no addresses to compare; capture with --pid")
     where = np.union1d(before.addresses, after.addresses)
@@ -129,7 +130,8 @@ def changes(where, kinds, old, new, before, after):
         address = int(where[first])
         had, has = bool(old.pfns[first]), bool(new.pfns[first])
         found.append(Change(
-            KINDS[kinds[first]], address, length * size, name_at(after, starts, address) or name_at(before, None, address),
+            KINDS[kinds[first]], address, length * size,
+            name_at(after, starts, address) or name_at(before, None, address),
             int(old.pfns[first]) if had else None, int(new.pfns[first]) if has else None,
             int(old.orders[first]) if had else None, int(new.orders[first]) if has else None))
     return found
@@ -152,7 +154,8 @@ def left_frames(old, new, after):
     flags, mapcounts = after.frames.flags[left], after.frames.mapcounts[left]
     free = has_flag(flags, KPF_BUDDY)
     in_use = ~free & (mapcounts > 0)
-    counts = {"free": free, "mapped by others": in_use, "used otherwise, or on a processor's free list": ~free & ~in_use}
+    counts = {"free": free, "mapped by others": in_use,
+              "used otherwise, or on a processor's free list": ~(free | in_use)}
     return {name: int(np.count_nonzero(which)) * after.page_size for name, which in counts.items()}
 
 

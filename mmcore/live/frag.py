@@ -1,4 +1,4 @@
-"""How free memory is broken up: the blocks of the buddy allocator, what of it is unusable by order, and the largest runs.
+"""How free memory is broken up: the blocks of the allocator, what of it is unusable by order, and the largest runs.
 
 buddyinfo counts blocks up to the allocator's largest order. With the frames of a capture the free runs are found across
 blocks; every page of a free block is flagged there.

@@ -83,8 +83,8 @@ class Machine:
 
     def buddyinfo(self):
         """Return the zones in the form of /proc/buddyinfo."""
-        return "".join(f"Node {zone.node}, zone {zone.name:>8} " + "".join(f"{count:6d} " for count in zone.blocks) + "\n"
-                       for zone in self.zones if zone.blocks)
+        rows = ((zone, "".join(f"{count:6d} " for count in zone.blocks)) for zone in self.zones if zone.blocks)
+        return "".join(f"Node {zone.node}, zone {zone.name:>8} {counts}\n" for zone, counts in rows)
 
 
 def _text(value):

@@ -1,5 +1,5 @@
-"""Physical memory and buffers as pictures, as data: a grid of cells, each of what most of its frames are used for, and a
-strip of boxes, one a folio, wider the larger the folio.
+"""Physical memory and buffers as pictures, as data: a grid of cells, each of what most of its frames are used for, and
+a strip of boxes, one a folio, wider the larger the folio.
 """
 
 from dataclasses import dataclass, field
@@ -114,7 +114,8 @@ def grid(flags, page_size, zones=(), first=0, last=None, cell=None, columns=64, 
         if cell % page_size or not cell_pages or cell_pages & (cell_pages - 1):
             raise ValueError(f"a cell is a power of two of pages of {page_size} bytes, not {cell} bytes")
     if -(-(last - first) // cell_pages) > 1 << 22:
-        raise ValueError(f"{-(-(last - first) // cell_pages)} cells are too many to draw; choose larger ones, or fewer frames")
+        raise ValueError(f"{-(-(last - first) // cell_pages)} cells are too many to draw; "
+                         "choose larger ones, or fewer frames")
     first = first // cell_pages * cell_pages
     # Zones are told apart by PFN, so that all frames are classified before a part is drawn.
     classes = classify(flags[:last], zones)[first:]
@@ -128,7 +129,7 @@ def grid(flags, page_size, zones=(), first=0, last=None, cell=None, columns=64, 
 
 
 def captured_flags(capture):
-    """Return kpageflags words by PFN of what a capture without frames saw: its own pages; the rest is told as absent."""
+    """Return kpageflags words by PFN of what a capture without frames saw: its own pages; the rest is absent."""
     if not capture.pfns.any():
         raise ValueError("the capture has no page that is present: there is nothing to draw")
     flags = np.full(int(capture.pfns.max()) + 1, 1 << KPF_NOPAGE, np.uint64)
@@ -139,7 +140,7 @@ def captured_flags(capture):
 
 @dataclass(frozen=True)
 class Box:
-    """One folio, or the part of it that the buffer maps, or a hole (order None); `.count` equal ones follow each other."""
+    """One folio, or the part of it that the buffer maps, or a hole (order None); `.count` equal ones in a row."""
 
     address: int
     pages: int
@@ -208,7 +209,8 @@ def strip(capture, name, addresses, first, last):
     lengths = np.diff(np.append(starts, len(where)))
     groups = []
     alike = (orders[starts][1:] == orders[starts][:-1]) & (kinds[starts][1:] == kinds[starts][:-1])
-    alike &= (lengths[1:] == lengths[:-1]) & (np.diff(where[starts]) == lengths[:-1].astype(np.uint64) * np.uint64(size))
+    alike &= lengths[1:] == lengths[:-1]
+    alike &= np.diff(where[starts]) == lengths[:-1].astype(np.uint64) * np.uint64(size)
     alike &= orders[starts][1:] >= 0
     edges = np.flatnonzero(np.concatenate(([True], ~alike)))
     for at, count in zip(edges.tolist(), np.diff(np.append(edges, len(starts))).tolist()):

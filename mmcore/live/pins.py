@@ -55,7 +55,7 @@ class Pins:
 
     @property
     def unexplained(self):
-        """Return outstanding - charged in pages: above 0, pins that no VmPin explains; below 0, charges without pins."""
+        """Return outstanding - charged in pages: above 0, pins no VmPin explains; below 0, charges without pins."""
         return None if self.outstanding is None else self.outstanding - self.charged
 
     def as_dict(self):
@@ -72,8 +72,8 @@ class Pins:
         if rest == 0:
             return "VmPin explains every pin" + stale
         if rest < 0:
-            return (f"{-rest} pages are charged without a pin of their own: io_uring keeps one pin for a huge folio and "
-                    "charges all of it" + stale)
+            return (f"{-rest} pages are charged without a pin of their own: io_uring keeps one pin for a huge folio "
+                    "and charges all of it" + stale)
         # By address space, not by process: threads and clones show the same bytes.
         vfio = sum(one.locked for one in self.processes if "vfio" in one.holders or "iommufd" in one.holders)
         text = f"{rest} pages are pinned that no VmPin explains: I/O in flight, or a driver that does not charge"

@@ -35,7 +35,9 @@ def check_name(path):
 
 
 def draw(path, grid=None, strips=(), title="", marked=""):
-    """Draw a Grid and Strips into a file. Raises NotPossible without matplotlib, ValueError for another ending, OSError.
+    """Draw a Grid and Strips into a file.
+
+    Raises NotPossible without matplotlib, ValueError for another ending, OSError.
 
     marked: what the marks in cells mean, for the legend.
     """
@@ -51,7 +53,8 @@ def draw(path, grid=None, strips=(), title="", marked=""):
     figure = Figure(figsize=(WIDTH, total), facecolor=PAPER)
     figure.text(LEFT / WIDTH, 1 - 0.16 / total, title, ha="left", va="top", color=INK, fontsize=9.5)
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(LEFT / WIDTH - 0.008, 1 - 0.4 / total),
-                  ncols=LEGEND_COLUMNS, fontsize=8.5, frameon=False, labelcolor=INK, columnspacing=1.6, handlelength=1.4,
+                  ncols=LEGEND_COLUMNS, fontsize=8.5, frameon=False, labelcolor=INK, columnspacing=1.6,
+                  handlelength=1.4,
                   borderaxespad=0)
     top, pictures = total - head, [grid] * bool(grid) + list(strips)
     for one, height, gap in zip(pictures, heights, gaps):
@@ -97,7 +100,7 @@ def draw_grid(axis, grid):
 
 
 def layout(strip):
-    """Lay a strip's boxes out in rows: list of rows of (x, Box); equal neighbours are one box where there are too many."""
+    """Lay a strip's boxes out in rows: list of rows of (x, Box); too many equal neighbours are one box."""
     for boxes in (list(strip.boxes) if strip.folios <= UNITS * STRIP_ROWS else None, strip.groups):
         if boxes is None:
             continue
@@ -123,8 +126,9 @@ def draw_strip(axis, strip):
     for at, row in enumerate(rows):
         for x, one in row:
             hole = one.order is None
-            axis.add_patch(Rectangle((x + 0.06, at + 0.12), one.width - 0.12, 0.76, facecolor=PAPER if hole else CLASSES[one.kind].colour,
-                                     edgecolor="#999999" if hole else INK, linewidth=0.4, hatch="////" if hole else None))
+            axis.add_patch(Rectangle((x + 0.06, at + 0.12), one.width - 0.12, 0.76, linewidth=0.4,
+                                     facecolor=PAPER if hole else CLASSES[one.kind].colour,
+                                     edgecolor="#999999" if hole else INK, hatch="////" if hole else None))
             if one.count > 1:
                 axis.text(x + one.width + 0.25, at + 0.52, f"×{one.count}", fontsize=6.5, va="center", color=INK)
     axis.set_xlim(0, UNITS)
@@ -163,7 +167,8 @@ def legend(grid, strips, marked):
             continue
         handles.append(Patch(facecolor=one.colour, edgecolor="#999999", linewidth=0.5, label=label))
     if any(one.order is None for strip in strips for one in strip.groups):
-        handles.append(Patch(facecolor=PAPER, edgecolor="#999999", linewidth=0.5, hatch="////", label="hole: not present"))
+        handles.append(Patch(facecolor=PAPER, edgecolor="#999999", linewidth=0.5, hatch="////",
+                             label="hole: not present"))
     if grid is not None and grid.marks.any():
         handles.append(Line2D([], [], linestyle="", marker="o", markersize=4, color=MARK, markeredgecolor=PAPER,
                               label=marked or "pointed at"))

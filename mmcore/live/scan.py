@@ -40,7 +40,8 @@ class QueryArg(ctypes.Structure):
     """struct procmap_query."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in (
-        "size", "query_flags", "query_addr", "vma_start", "vma_end", "vma_flags", "vma_page_size", "vma_offset", "inode")]
+        "size", "query_flags", "query_addr", "vma_start", "vma_end", "vma_flags", "vma_page_size", "vma_offset",
+        "inode")]
     _fields_ += [(name, ctypes.c_uint32) for name in ("dev_major", "dev_minor", "vma_name_size", "build_id_size")]
     _fields_ += [(name, ctypes.c_uint64) for name in ("vma_name_addr", "build_id_addr")]
 

@@ -108,5 +108,6 @@ def why_not_huge(vma, machine=None, process_disabled=False):
     order = (size // machine.page_size).bit_length() - 1
     free = sum(count << (at - order) for at, count in enumerate(machine.free_blocks) if at >= order)
     if machine.zones and not free:
-        return f"no free block of {format_size(size)} now; at the touch compaction must have made none, or it was split since"
+        return (f"no free block of {format_size(size)} now; at the touch compaction must have made none, or it was "
+                "split since")
     return "no huge page was free when it was touched, or the folio was split since"
