@@ -190,6 +190,7 @@ def capture(target="self", addr=None, length=None, *, memory=False, names=True, 
     without CAP_SYS_ADMIN (PFNs are hidden), ProcessLookupError if the process is gone, MMError
     (EFAULT) where nothing is mapped. A process that runs on may change what is read: it is read
     again until two looks agree; what never does is left out and told in `.moved` and `.partial`.
+    Threads may capture at once; the GIL is free while the kernel reads.
     """
     require_proc()
     pid, addr, length = _resolve(target, addr, length)
