@@ -54,7 +54,7 @@ cdef int put_wrong(const page_t *head, uint32_t old, uint32_t refs) noexcept nog
         return 0 if test_flag(head, PG_mm_many_refs) else BAD_EATS_PIN
     # Pins and references are two words; others may move both while we look. The law holds at every moment, so one look
     # that finds room for this put settles the matter; where there is none, no look finds it.
-    for i in range(64):
+    for i in range(64):  # no-cython-lint
         old = refs_load(head)
         if old >= refs and old - refs >= pincount_load(head):
             return 0
@@ -444,7 +444,7 @@ def folio_add_pin(folio):
     folio_add_pins(folio, 1)
 
 
-# ---- split ------------------------------------------------------------------------------------------------------------------------------------------
+# ---- split --------------------------------------------------------------------------------------------------------------------
 def folio_split(folio, new_order=0):
     """Split a folio into folios of new_order; returns them, one reference of the caller's on each.
 

@@ -1,10 +1,9 @@
 """The walk without locks."""
-from libc.errno cimport EAGAIN
 from mmcore.core.gup_walk cimport *
 from mmcore.core.output cimport release_leaves
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport counts_mappings
-from mmcore.core.space cimport FILE_SECRETMEM, FILE_TMPFS, MMF_HAS_PINNED, mm_t
+from mmcore.core.space cimport FILE_SECRETMEM, FILE_TMPFS, mm_t
 
 cdef enum:
     AHEAD = 64                  # entries whose struct pages are fetched in advance

@@ -82,7 +82,7 @@ cdef int lock_wait(mem_t *m, uint64_t pfn) noexcept nogil:
     cdef int i
     cdef bint stop = False
     stat_add(m, OP_FOLIO_LOCKS, 1)
-    for i in range(100):
+    for i in range(100):  # no-cython-lint
         if trylock(head):
             return 0
         cpu_relax()
@@ -137,7 +137,7 @@ cdef bint clear_dirty(mem_t *m, uint64_t pfn) noexcept nogil:
     return True
 
 
-# ---- the lock -----------------------------------------------------------------------------------------------------------------------------
+# ---- the lock ------------------------------------------------------------------------------------------------------
 def folio_lock(folio):
     """Take the folio lock; sleeps while another holds it. The caller holds a reference.
 
@@ -174,7 +174,7 @@ def folio_unlock(folio):
     unlock(&mem.m, pfn)
 
 
-# ---- dirty and writeback ----------------------------------------------------------------------------------------------------------------------
+# ---- dirty and writeback ----------------------------------------------------------------------------------------------------
 cdef int dirtyable(Memory mem, uint64_t pfn, str call) except -1:
     if pfn == mem.m.zero_pfn:
         raise BadPage("the zero page stays clean", f"{call} on the zero page (PFN {pfn:#x}): it is shared by all and never "

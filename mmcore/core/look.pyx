@@ -1,5 +1,5 @@
 """Helpers that only look at pages and folios. A look without a reference may be stale at once, as in the kernel."""
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint64_t
 from mmcore.core.folio cimport *
 
 from .errors import InvalidArgument

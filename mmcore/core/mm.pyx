@@ -63,7 +63,6 @@ VMA.__doc__ = """One mapping as it was when looked at: addresses [start, end), f
 cdef int settings(Memory mem) except -1:
     """Make the registry of a Memory, and copy what its config says about huge pages to where faults see it."""
     cdef spaces_t *s
-    cdef bint first = spaces_of(&mem.m) == NULL
     s = spaces_get(&mem.m)
     if s == NULL:
         raise MemoryError()
@@ -138,7 +137,8 @@ cdef object sigbus_reason(MM self, uint64_t addr):
     if v.file.gone:
         return "the device behind the mapping was removed"
     offset = page_index(self.mm, v, addr) << self.mm.m.page_shift
-    return f"offset {offset:#x} is beyond the end of the {self.files[v.file.id].kind} file ({v.file.size:#x} bytes): it was truncated, or never as long"
+    return (f"offset {offset:#x} is beyond the end of the {self.files[v.file.id].kind} file "
+            f"({v.file.size:#x} bytes): it was truncated, or never as long")
 
 
 @cython.no_gc_clear
@@ -286,7 +286,7 @@ cdef class MM:
         Nothing has moved then. Kernel: mremap(2), with MREMAP_MAYMOVE.
         """
         cdef mm_t *mm = self.ptr()
-        cdef uint64_t start, end, wanted_end, to = 0, page = ONE << mm.m.page_shift, new_size
+        cdef uint64_t start, end, wanted_end, to = 0, new_size
         cdef bint fixed = new_addr is not None
         cdef int error
         range_arg(self, old, old_len, "mremap()", &start, &end)

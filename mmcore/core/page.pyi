@@ -1,5 +1,5 @@
 import enum
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 

@@ -32,7 +32,7 @@ cdef object checked_array(Memory mem, object pfns):
         try:
             pfns = np.array(pfns, dtype=np.uint64)
         except (OverflowError, ValueError):
-            raise InvalidArgument(f"a PFN in the list is negative or beyond 64 bits") from None
+            raise InvalidArgument("a PFN in the list is negative or beyond 64 bits") from None
     if pfns.ndim != 1:
         raise InvalidArgument(f"PFNs are a one-dimensional array, not of shape {pfns.shape}")
     if pfns.dtype.kind not in "iu" and len(pfns):

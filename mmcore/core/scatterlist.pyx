@@ -345,7 +345,7 @@ cdef class SGTable:
             if not self.chained:
                 return entry_handle(self, entry_at(&self.t, at), at)
             sg = self.t.sgl
-            for i in range(at):
+            for i in range(at):  # no-cython-lint
                 sg = next_sg(sg)
                 if sg == NULL:
                     raise IndexError(f"the list ends before entry {at}")

@@ -1,12 +1,8 @@
 """Walking scatterlists, as Python sees it: entries, pages, DMA pages."""
-from mmcore.core.folio cimport count_arg, folio_order_of
+from mmcore.core.folio cimport count_arg
 from mmcore.core.pagelist cimport PageList, filling, new_pagelist
 
-import errno as _errno
-
-import numpy as np
-
-from .errors import InvalidArgument, MMError
+from .errors import InvalidArgument
 
 __all__ = [
     "for_each_sg", "sg_next", "sg_last", "sg_nents", "sg_nents_for_len", "sg_page", "sg_phys", "sg_dma_address",

@@ -8,7 +8,7 @@ Laws
 
 Runs of pages are kept, not pages: a bvec follows from them by arithmetic.
 """
-from libc.errno cimport EFAULT, EINTR, ENOMEM
+from libc.errno cimport EINTR, ENOMEM
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 from mmcore.core.folio cimport bad_page, count_arg
@@ -29,7 +29,7 @@ import threading
 import weakref
 from collections import namedtuple
 
-from ..core.errors import BadPage, InvalidArgument, MMError
+from ..core.errors import InvalidArgument, MMError
 from ..core.size import format_size
 from ..ledger import holding
 
@@ -127,7 +127,7 @@ cdef class RegisteredBuffer:
     @property
     def bvecs(self):
         """List (PFN of the first page, offset, length): the heads of folios, or pages."""
-        cdef uint64_t i, k, pfn, n, left = self.length, offset = self.offset, unit = ONE << self.folio_shift, length
+        cdef uint64_t i, pfn, n, left = self.length, offset = self.offset, unit = ONE << self.folio_shift, length
         cdef group_t g
         out = []
         self.mem.ptr()
