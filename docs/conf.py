@@ -56,6 +56,20 @@ def entry(prefix, name, value):
     return [f".. autofunction:: {prefix}{name}", ""]
 
 
+def about(module):
+    """What a module says of all its names: units, errors, threads, the kernel's counterpart."""
+    text = importlib.import_module(f"mmcore.{module}").__doc__ or ""
+    lines, title = [], text.strip().split("\n")[0]
+    for line in text.split("\n"):
+        if re.match(r"(Units|Raises|Threads|Kernel): ", line):
+            lines.append("| " + plain(line))
+        elif lines and line.startswith("    "):
+            lines[-1] += " " + plain(line.strip())
+        else:
+            lines += [""] if lines else []
+    return [f".. rubric:: {plain(title)}", "", *lines, ""]
+
+
 def write(name, title, lines):
     path = HERE / "api" / f"{name}.md"
     text = "\n".join([f"# {title}", "", "```{eval-rst}", *lines, "```", ""])
@@ -72,6 +86,7 @@ def write_reference():
     for page, (title, modules) in GROUPS.items():
         lines = []
         for module in modules:
+            lines += about(module)
             for name in [name for name in left if of[name] == module]:
                 value = left.pop(name)
                 if callable(value):
@@ -92,6 +107,13 @@ def write_reference():
     (HERE / "api" / "index.md").write_text("\n".join(index))
 
 
+def plain(line):
+    """Escape what reStructuredText would make of plain text with code in backticks."""
+    parts = re.split(r"(``?[^`]+``?)", line)
+    return "".join("``" + part.strip("`") + "``" if part.startswith("`")
+                   else re.sub(r"(\w)_(?=\W|$)", r"\1\\_", re.sub(r"([\\*|])", r"\\\1", part)) for part in parts)
+
+
 def as_text(app, what, name, obj, options, lines):
     """Docstrings are plain text with `code` in them: escape what reStructuredText would make of the rest."""
     out, indented = [], False
@@ -103,11 +125,7 @@ def as_text(app, what, name, obj, options, lines):
             out.append("")
         if line:
             indented = deep
-        if not deep:
-            parts = re.split(r"(``?[^`]+``?)", line)
-            line = "".join("``" + part.strip("`") + "``" if part.startswith("`")
-                           else re.sub(r"(\w)_(?=\W|$)", r"\1\\_", re.sub(r"([\\*|])", r"\\\1", part)) for part in parts)
-        out.append(line)
+        out.append(line if deep else plain(line))
     lines[:] = out
 
 

@@ -1,4 +1,10 @@
-"""Devices, DMA mapping of scatterlists, IOVA space."""
+"""Devices, DMA mapping of scatterlists, IOVA space.
+
+Units: addresses and sizes: bytes, uint64.
+Raises: InvalidArgument for foreign or unmapped tables, MMError for what the device or the IOMMU refuses.
+Threads: a lock a device; a table is for one thread at a time (MMError(EBUSY) for the other).
+Kernel: dma_map_sgtable(), dma_unmap_sgtable(), struct device.
+"""
 from mmcore.core.folio cimport count_arg
 
 import bisect

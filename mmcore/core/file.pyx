@@ -1,4 +1,10 @@
-"""Files under their kernel kinds: page cache, devices, writeback, truncation."""
+"""Files under their kernel kinds: page cache, devices, writeback, truncation.
+
+Units: offsets and sizes: bytes; pages: base pages.
+Raises: InvalidArgument, MMError; see each.
+Threads: any number at once; a lock a file.
+Kernel: struct address_space and its file systems.
+"""
 from libc.errno cimport EBUSY, ENOMEM
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset

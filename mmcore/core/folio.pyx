@@ -1,4 +1,11 @@
-"""References, pins and splitting, under the kernel's names; and what the modules above share: arguments, errors."""
+"""References, pins and splitting, under the kernel's names; and what the modules above share: arguments, errors.
+
+Units: refs, pins, counts: int, C int in struct page; a pin of a small folio is 1024 on it.
+Raises: TypeError for what is no handle, InvalidArgument for a tail, a closed Memory, a count out of range; BadPage
+    when a law would break, with nothing changed.
+Threads: any number at once: compare-and-swap, acquire on taking, release on dropping.
+Kernel: the functions of these names in mm.h, gup.c and huge_memory.c.
+"""
 from libc.errno cimport EAGAIN, EBUSY, EINVAL, ENOMEM, EREMOTEIO
 from mmcore.core.hook cimport pin_watchers, pins_changed
 from mmcore.core.buddy cimport region_is_free

@@ -7,6 +7,11 @@ A word of the result (struct hmm_range.hmm_pfns, 64-bit)
 
 The request of a page is (its word & pfn_flags_mask) | default_flags. There are no notifiers here: who needs the answer to
 stay true keeps the address space from changing.
+
+Units: words: uint64; PFN in the low bits, flags from the top, order in bits 53-57.
+Raises: TypeError, InvalidArgument, MMError(EFAULT, EPERM, ENOMEM).
+Threads: any number at once; mmap_lock for reading.
+Kernel: hmm_range_fault(), struct hmm_range.
 """
 from libc.errno cimport EFAULT, ENOMEM, EPERM
 from libc.stdint cimport uint64_t

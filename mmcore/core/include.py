@@ -1,4 +1,10 @@
-"""Where the headers are, for extensions that cimport mmcore."""
+"""Where the headers are, for extensions that cimport mmcore.
+
+Units: a path, str.
+Raises: nothing.
+Threads: any number at once.
+Kernel: none.
+"""
 import os
 
 __all__ = ["get_include"]

@@ -1,4 +1,11 @@
-"""The folio lock, dirty and writeback."""
+"""The folio lock, dirty and writeback.
+
+Units: booleans out of the tests and of what sets: whether it changed anything.
+Raises: TypeError for what is no handle, InvalidArgument for a tail, BadPage for a free folio, or when a law would
+    break.
+Threads: any number at once; folio_lock() sleeps without the GIL, a signal ends it.
+Kernel: the functions of these names in filemap.c and page-writeback.c.
+"""
 from cpython.exc cimport PyErr_Occurred
 from libc.errno cimport EINTR
 from mmcore.core.folio cimport *

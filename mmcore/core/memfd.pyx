@@ -1,4 +1,10 @@
-"""memfd_pin_folios: pins on the folios of a memory file, without an address space."""
+"""memfd_pin_folios: pins on the folios of a memory file, without an address space.
+
+Units: start, end: offsets in bytes, end included.
+Raises: TypeError, InvalidArgument, MMError.
+Threads: any number at once; the file's lock.
+Kernel: memfd_pin_folios().
+"""
 from libc.errno cimport EAGAIN, EINTR, EINVAL, ENOMEM
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free

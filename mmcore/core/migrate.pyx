@@ -1,4 +1,10 @@
-"""Longterm eligibility and migration."""
+"""Longterm eligibility and migration.
+
+Units: lists of pages in, heads of folios out.
+Raises: TypeError, InvalidArgument, MMError(ENOMEM, EBUSY).
+Threads: any number at once.
+Kernel: check_and_migrate_movable_pages(), migrate_longterm_unpinnable_folios().
+"""
 from libc.errno cimport EAGAIN, EBUSY, EINTR, ENOMEM
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset

@@ -1,4 +1,10 @@
-"""Lists and runs of pages; alloc_pages_bulk, num_pages_contiguous."""
+"""Lists and runs of pages; alloc_pages_bulk, num_pages_contiguous.
+
+Units: PFNs and counts: uint64, one dimension; 0 stands for NULL.
+Raises: TypeError for what is no number, InvalidArgument for a PFN beyond the end, or a run that leaves the Memory.
+Threads: any number at once: a list never changes.
+Kernel: struct page ** and its length.
+"""
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.string cimport memcpy
 from mmcore.core.buddy cimport alloc_pages

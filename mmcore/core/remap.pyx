@@ -1,4 +1,10 @@
-"""Unmapping folios, splitting mapped ones, and reclaim."""
+"""Unmapping folios, splitting mapped ones, and reclaim.
+
+Units: a Folio in, a bool out.
+Raises: TypeError, InvalidArgument, BadPage.
+Threads: any number at once; it tries locks, and gives up where one is taken.
+Kernel: shrink_folio_list(), try_to_unmap().
+"""
 from libc.errno cimport EAGAIN, EBUSY, ENOMEM
 from mmcore.core.buddy cimport free_folio
 from mmcore.core.fault cimport vma_entry_bits

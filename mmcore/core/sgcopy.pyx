@@ -1,4 +1,10 @@
-"""Bytes of scatterlists: copies, zeroing, the mapping iterator."""
+"""Bytes of scatterlists: copies, zeroing, the mapping iterator.
+
+Units: bytes; buffers are anything with the buffer protocol, contiguous.
+Raises: TypeError, InvalidArgument, BadPage for free pages, before a byte moves; MMError(EBUSY).
+Threads: one at a time a table; copies run without the GIL.
+Kernel: the functions of these names, struct sg_mapping_iter.
+"""
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint8_t
 from libc.string cimport memcpy, memset

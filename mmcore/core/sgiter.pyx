@@ -1,4 +1,10 @@
-"""Walking scatterlists, as Python sees it: entries, pages, DMA pages."""
+"""Walking scatterlists, as Python sees it: entries, pages, DMA pages.
+
+Units: entries and pages by index; sizes: bytes, uint64.
+Raises: TypeError, InvalidArgument for tables that are freed and entries that are blank.
+Threads: one at a time a table.
+Kernel: the functions and macros of these names in scatterlist.h.
+"""
 from mmcore.core.folio cimport count_arg
 from mmcore.core.pagelist cimport PageList, filling, new_pagelist
 

@@ -1,4 +1,11 @@
-"""The unpin family, release_pages, grab_pages, and the iterators as Python sees them."""
+"""The unpin family, release_pages, grab_pages, and the iterators as Python sees them.
+
+Units: npages, refs: base pages; heads and counts: uint64 arrays.
+Raises: TypeError, InvalidArgument for numbers outside of the list, BadPage when a law would break, with nothing
+    changed.
+Threads: any number at once; each call drops the GIL once, and is not one atomic step for the others.
+Kernel: the functions of these names in gup.c and swap.c.
+"""
 from libc.errno cimport EINTR, ENOMEM
 from mmcore.core.buddy cimport free_folio
 from mmcore.core.hook cimport pin_watchers, pins_changed

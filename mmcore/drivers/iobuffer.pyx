@@ -7,6 +7,11 @@ Laws
     Failure     none of it stays; a release is all or nothing.
 
 Runs of pages are kept, not pages: a bvec follows from them by arithmetic.
+
+Units: addresses, lengths, offsets: bytes; pages: base pages.
+Raises: TypeError, InvalidArgument.
+Threads: any number at once; a lock a table and its clones.
+Kernel: struct io_mapped_ubuf, io_check_coalesce_buffer().
 """
 from libc.errno cimport EINTR, ENOMEM
 from libc.stdlib cimport free, malloc

@@ -7,6 +7,11 @@ Laws
     Generations acquire "list" (PAGES_PER_LIST pages a call, appended) and "sink" (leaves go straight into the table);
                 release "page" (a call a page: before 2021), "array" (lists of PAGES_PER_LIST pages: the RFC of December
                 2020) and "range" (a call an entry, runs by arithmetic: v3, February 2021). All leave one state.
+
+Units: addresses, sizes, page sizes: bytes; access: IB_ACCESS bits.
+Raises: TypeError, InvalidArgument, MMError; what was taken is given back.
+Threads: any number at once; one umem is for one thread at a time.
+Kernel: the functions of these names in umem.c, struct ib_umem.
 """
 from libc.errno cimport EFAULT, EINTR, ENOMEM
 from libc.stdlib cimport free, malloc
