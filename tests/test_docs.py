@@ -56,6 +56,22 @@ def test_the_drawings_are_what_the_script_draws():
     assert {f"{name}.svg": make().source() for name, make in draw.DRAWINGS.items()}.items() <= before.items()
 
 
+def test_the_map_of_the_design_page_names_every_module():
+    text = (DOCS / "design.md").read_text()
+    modules = {f"{path.parent.name}/{path.stem}" for folder in ("core", "drivers") for path in (ROOT / "mmcore" / folder).iterdir()
+               if path.suffix in (".pyx", ".py") and path.stem != "__init__"}
+    assert not sorted(name for name in modules if f"`{name}`" not in text)
+
+
+def test_every_page_of_the_site_is_in_a_table_of_contents():
+    listed = set()
+    for path in (DOCS / "index.md", DOCS / "howto" / "index.md"):
+        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
+            listed |= {(path.parent / name).relative_to(DOCS).as_posix() for name in tree.split("\n") if name and name[0] != ":"}
+    pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in [*DOCS.glob("*.md"), *DOCS.glob("howto/*.md")]}
+    assert pages - {"index"} == listed - {"api/index"}
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")

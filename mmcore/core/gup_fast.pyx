@@ -99,7 +99,7 @@ cdef uint64_t grab_row(const grab_t *g, const uint64_t *entry, uint64_t n, const
     """
     cdef uint64_t i, e = a64_load_acquire(entry), flags
     cdef page_t *page = &g.map[pte_pfn(e)]
-    cdef uint64_t odd = g.odd, both = g.odd | g.must, must = g.must
+    cdef uint64_t both = g.odd | g.must, must = g.must
     cdef uint32_t refs, amount = g.amount, most = g.most
     for i in range(n):
         if a64_load_acquire(&entry[i]) != e:
