@@ -20,7 +20,7 @@ lint: $(VENV)/.extra-lint
 	$(PY) -m ruff check .
 	PATH="$(VENV)/bin:$$PATH" $(VENV)/bin/cython-lint mmcore benchmarks
 	$(PY) -m mypy
-	$(PY) -m mypy --strict tests/typed_use.py
+	$(PY) -m mypy --strict --follow-imports=silent tests/typed_use.py
 
 # The .pyi files against the built modules.
 stubs: build $(VENV)/.extra-lint

@@ -4,6 +4,7 @@ from numpy.typing import NDArray
 from typing_extensions import assert_type
 
 import mmcore as mmc
+from mmcore import live
 
 
 class Sum(mmc.GupOutput):
@@ -46,3 +47,8 @@ with mmc.Memory("1G", hugetlb={"2M": 4}, thp="always") as mem:
     for entry in mmc.for_each_sg(mmc.sg_alloc_table_from_pages(pages, 0, 4096)):
         assert_type(entry, mmc.SGEntry)
         assert_type(mmc.sg_page(entry), mmc.Page | None)
+
+with live.buffer("16M", backing="thp") as real:
+    assert_type(live.capture(real), live.Capture)
+    assert_type(live.preflight(real).needed, int)
+    live.buffer("16M", backing="2m")  # type: ignore[arg-type]
