@@ -54,6 +54,7 @@ class parallel_build_ext(build_ext):
 
 # What Cython writes for memoryviews, once instead of in every module that has one: a fifth of the wheel.
 SHARED = "mmcore.core._cyutility"
+shared = Extension(SHARED, [SHARED.replace(".", "/") + ".c"], extra_compile_args=CFLAGS, extra_link_args=LDFLAGS)
 
 extensions = [
     Extension(
@@ -66,14 +67,13 @@ extensions = [
     )
     for path in SOURCES
 ]
-extensions.append(Extension(SHARED, [SHARED.replace(".", "/") + ".c"], extra_compile_args=CFLAGS, extra_link_args=LDFLAGS))
 
 # The Makefile installs the metadata alone (in place) and lets `build_ext --inplace` do the compiling, once.
 METADATA_ONLY = bool(os.environ.get("MMCORE_METADATA_ONLY"))
 
 if __name__ == "__main__":
     setup(
-        ext_modules=[] if METADATA_ONLY else cythonize(extensions, nthreads=JOBS, compiler_directives=DIRECTIVES,
+        ext_modules=[] if METADATA_ONLY else cythonize([*extensions, shared], nthreads=JOBS, compiler_directives=DIRECTIVES,
                                                         shared_utility_qualified_name=SHARED),
         cmdclass={"build_ext": parallel_build_ext},
     )
