@@ -7,13 +7,33 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: run test build setup check-tools bench coverage clean
+.PHONY: run test build setup lint stubs docs wheel bench coverage check-tools clean
 
 run: build
 	$(VENV)/bin/mmcore register --size 256M --backing thp
 
 test: build
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# Style, names and types; no compiler needed.
+lint: $(VENV)/.extra-lint
+	$(PY) -m ruff check .
+	PATH="$(VENV)/bin:$$PATH" $(VENV)/bin/cython-lint mmcore benchmarks
+	$(PY) -m mypy
+	$(PY) -m mypy --strict --follow-imports=silent tests/typed_use.py
+
+# The .pyi files against the built modules.
+stubs: build $(VENV)/.extra-lint
+	$(PY) -m mypy.stubtest mmcore --concise --ignore-unused-allowlist --allowlist tests/stubtest-allowlist.txt
+
+# docs/_build/html; a warning is an error.
+docs: build $(VENV)/.extra-docs
+	$(PY) -m sphinx -W -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+# dist/: the sdist, and the wheel made from it.
+wheel: $(VENV)/.extra-dev
+	$(PY) -m build --no-isolation --outdir dist
 
 bench: build
 	$(PY) benchmarks/bench_unpin.py
@@ -41,6 +61,11 @@ $(VENV)/.ready: pyproject.toml | check-tools
 	MMCORE_METADATA_ONLY=1 $(PY) -m pip install -q --no-build-isolation --editable '.[cli,test]'
 	@touch $@
 
+# What an extra of pyproject.toml brings, installed when it is first needed.
+$(VENV)/.extra-%: pyproject.toml | setup
+	MMCORE_METADATA_ONLY=1 $(PY) -m pip install -q --no-build-isolation --editable '.[$*]'
+	@touch $@
+
 check-tools:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: install python3 (Debian: apt-get install python3 python3-dev python3-venv)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is older than 3.10: pass PYTHON=python3.12, or install a newer one" >&2; exit 1; }
@@ -49,4 +74,4 @@ check-tools:
 	@command -v $${CC:-cc} >/dev/null || { echo "no C compiler: install one (Debian: apt-get install gcc libc6-dev)" >&2; exit 1; }
 
 clean:
-	rm -rf build mmcore/core/*.c mmcore/core/*.so mmcore/drivers/*.c mmcore/drivers/*.so
+	rm -rf build dist docs/_build mmcore/core/*.c mmcore/core/*.so mmcore/drivers/*.c mmcore/drivers/*.so

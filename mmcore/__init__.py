@@ -13,6 +13,7 @@ from .core.gup import *
 from .core.gup import __all__ as _gup
 from .core.hmm import *
 from .core.hmm import __all__ as _hmm
+from .core.include import get_include
 from .core.iommu import *
 from .core.iommu import __all__ as _iommu
 from .core.lock import *
@@ -67,6 +68,6 @@ from .ledger import PinLedger
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
            "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "PinLedger", "VM", "VMA", "Zone", "folio_address",
-           "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_ibaccess, *_iommu, *_iouring, *_iov, *_lock,
-           *_look, *_memfd, *_migrate, *_mr, *_output, *_pagelist, *_scatterlist, *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit,
-           *_space, *_umem, *_umem_blocks, *_unpin]
+           "get_include", "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_ibaccess, *_iommu,
+           *_iouring, *_iov, *_lock, *_look, *_memfd, *_migrate, *_mr, *_output, *_pagelist, *_scatterlist,
+           *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit, *_space, *_umem, *_umem_blocks, *_unpin]

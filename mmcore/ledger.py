@@ -1,4 +1,10 @@
-"""Who holds which pins."""
+"""Who holds which pins.
+
+Units: counts: pins of base pages.
+Raises: TypeError, BadPage.
+Threads: any number at once; tags are a thread's own, a lock a ledger.
+Kernel: none: the kernel does not know who holds a pin.
+"""
 import contextlib
 import os
 import sys

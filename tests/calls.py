@@ -69,7 +69,7 @@ CONSTANTS = ("FOLL_", "PROT_", "MAP_", "MADV_", "HMM_PFN_")
 # What the names of mmcore are that no caller calls: types, dtypes, constants.
 NOT_CALLED = {"BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory",
               "PAGE_DTYPE", "Page", "PageFlags", "PageType", "Zone", "FOLL", "GUP_PIN_COUNTING_BIAS", "GupOutput", "File",
-              "MM", "VM", "VMA", "PROT", "MAP", "MADV", "PinLedger"}
+              "MM", "VM", "VMA", "PROT", "MAP", "MADV", "PinLedger", "get_include"}
 
 
 def good(argument, mem, folio):

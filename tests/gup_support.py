@@ -1,10 +1,8 @@
 """What the tests of the get and pin families share: a machine with one of everything, the calls, and giving back."""
-from functools import partial
 
 import numpy as np
 import pytest
 
-import mmcore as mmc
 from mmcore import *
 
 PAGE = 4096

@@ -3,7 +3,6 @@ import contextlib
 
 import numpy as np
 
-import mmcore as mmc
 from mmcore import *
 from support import state
 

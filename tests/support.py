@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from mmcore import BadPage, InvalidArgument, MMError
+from mmcore import BadPage, MMError
 
 ANY_REFUSAL = (MMError, BadPage, TypeError, ValueError, OverflowError)
 

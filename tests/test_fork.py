@@ -68,7 +68,7 @@ def test_reading_after_fork_shares(mm):
 
 
 def test_zero_pages_and_untouched_areas_are_not_copied(mm):
-    a = mm.mmap("4M")
+    mm.mmap("4M")
     child = mm.fork()
     assert child.nr_tables == 1 and child.vmas == mm.vmas
     child.exit()
@@ -291,7 +291,6 @@ def test_swap_out_and_in_keeps_the_exclusive_mark(mm):
     """
     a = mm.mmap(2 * PAGE)
     mm.write(a, b"A")
-    p = mm.page_at(a)
     mm.madvise(a, 2 * PAGE, mmc.MADV_PAGEOUT)
     assert word(mm, a) & SWAP and not word(mm, a) & PRESENT and mm.page_at(a) is None
     assert mm.rss == 0 and mm.rss_stat["swap"] == 1

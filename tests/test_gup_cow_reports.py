@@ -3,6 +3,7 @@ import errno
 
 import pytest
 
+import mmcore as mmc
 from gup_support import *
 from support import refused
 

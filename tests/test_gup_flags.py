@@ -1,10 +1,8 @@
 """What each FOLL flag does, the exclusive protocol, zero pages, and the marks that a walk leaves."""
-import errno
 
 import pytest
 
 from gup_support import *
-from support import refused, released
 
 
 def huge(mm, write=True):

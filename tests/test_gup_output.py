@@ -1,10 +1,8 @@
 """Outputs: lists, runs, and classes of one's own."""
-import errno
 
 import pytest
 
 from gup_support import *
-from support import refused
 
 
 class Note(GupOutput):

@@ -1,12 +1,10 @@
 """A sink in Cython, built outside of the package against its headers: no walk knows of it."""
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import mmcore as mmc
+from cython_support import build, load
 from mmcore import MM, Memory
 
 pytest.importorskip("Cython")
@@ -48,31 +46,10 @@ cdef class Sum(GupOutput):
     cdef object finish(self, Memory mem, bint pins):
         return self.out.leaves, self.out.pages, self.out.xor_of_pfns
 '''
-SETUP = '''
-import sys
-from Cython.Build import cythonize
-from setuptools import Extension, setup
-setup(script_args=["-q", "build_ext", "--inplace"],
-      ext_modules=cythonize([Extension("sink", ["sink.pyx"], include_dirs=[sys.argv[1]], extra_compile_args=["-O0"])],
-                            language_level=3, quiet=True, include_path=[sys.argv[2]]))
-'''
-
 
 @pytest.fixture(scope="module")
 def sink(tmp_path_factory):
-    core = Path(mmc.__file__).parent / "core"
-    folder = tmp_path_factory.mktemp("sink")
-    (folder / "sink.pyx").write_text(SOURCE)
-    (folder / "build.py").write_text(SETUP)
-    done = subprocess.run([sys.executable, "build.py", str(core), str(core.parent.parent)], cwd=folder, capture_output=True,
-                          text=True)
-    if done.returncode and "compiler" in done.stderr:
-        pytest.skip("no C compiler")
-    assert done.returncode == 0, done.stderr
-    spec = importlib.util.spec_from_file_location("sink", next(folder.glob("sink*.so")))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(build(tmp_path_factory.mktemp("sink"), "sink", SOURCE, path=Path(mmc.__file__).parent.parent))
 
 
 def test_a_sink_of_ones_own(sink):

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from gup_support import *
-from support import refused, unchanged
+from support import refused
 
 
 def counts(page):
@@ -137,7 +137,7 @@ def test_gup_unpin_array_with_null(debug):
     with machine(debug=debug) as mem:
         mm = MM(mem)
         addr = mm.mmap(3 * PAGE)
-        p0, p1, p2 = pages = pin_user_pages(mm, addr, 3, FOLL_WRITE)
+        p0, p1, p2 = pin_user_pages(mm, addr, 3, FOLL_WRITE)
         released = mem.vmstat()["nr_foll_pin_released"]
         unpin_user_pages(PageList(mem, [p0, None, p2]), 3)
         assert [page.refcount for page in (p0, p1, p2)] == [1, 1025, 1]

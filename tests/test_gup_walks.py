@@ -1,5 +1,4 @@
 """Both walks and both generations give one result: the same machine built twice, and the same question asked twice."""
-import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 

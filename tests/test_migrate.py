@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gup_support import *
-from support import refused, unchanged
+from support import refused
 
 
 @pytest.fixture

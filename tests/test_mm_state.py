@@ -254,7 +254,8 @@ class Machine(RuleBasedStateMachine):
                     if area.share is None and (pfn == self.mem.zero_page.pfn or mmc.is_huge_zero_page(self.mem.page(pfn))):
                         assert space.read(page) == 0
                     elif area.share is None or space.read(page):
-                        assert self.content(pfn) == space.read(page), (hex(page), hex(word), self.content(pfn), mm, self.mem.page(pfn).folio, area)
+                        assert self.content(pfn) == space.read(page), \
+                            (hex(page), hex(word), self.content(pfn), mm, self.mem.page(pfn).folio, area)
                 elif not word & SWAP and area.share is None:
                     assert space.read(page) == 0 and (page not in space.populated), hex(page)
             if self.thp == "never" and not self.mthp:
@@ -275,7 +276,8 @@ class Machine(RuleBasedStateMachine):
                 area = space.area[page]
                 if area.prot and (area.share is None or area.offset < area.share.size):
                     word = int(mm.pagemap(page * PAGE, 1)[0])
-                    assert struct.unpack("<Q", mm.read(page * PAGE, 8))[0] == space.read(page), (hex(page), hex(word), space.area[page], space.read(page), page in space.populated, self.thp, self.mthp, mm.read(page * PAGE, 8))
+                    assert struct.unpack("<Q", mm.read(page * PAGE, 8))[0] == space.read(page), \
+                        (hex(page), hex(word), area, space.read(page), page in space.populated, self.thp, self.mthp)
         for mm, page, pfn, token in self.pins:
             mmc.unpin_user_pages(mmc.PageList(self.mem, [pfn]))
         for mm, space in self.spaces:
@@ -284,7 +286,8 @@ class Machine(RuleBasedStateMachine):
         stat = self.mem.vmstat()
         assert stat["nr_foll_pin_acquired"] == stat["nr_foll_pin_released"]
         # The huge zero folio stays once it was made.
-        kept = 512 if any(self.mem.pages["flags"][i] >> 6 & 1 and self.mem.pages["_refcount"][i] for i in range(0, len(self.mem.pages), 512)) else 0
+        heads = self.mem.pages[::512]
+        kept = 512 if any(heads["flags"] >> 6 & 1 & (heads["_refcount"] != 0)) else 0
         assert stat["nr_free_pages"] + kept == self.free, "frames leaked"
 
 

@@ -3,10 +3,9 @@ import errno
 
 import pytest
 
-import mmcore as mmc
 from mmcore import *
 from mmcore.drivers.iobuffer import user_locked_vm
-from rdma_support import HUGE, PAGE, RO, RW, machine, mapped, nothing_kept, pages_of, pins, scattered
+from rdma_support import HUGE, PAGE, RO, RW, machine, mapped, nothing_kept, pages_of, pins
 from support import state
 from test_umem_blocks import seen
 
@@ -88,7 +87,8 @@ def test_umem_dontfork_vma_leak():
         assert len(mm.vmas) == 1
 
 
-@pytest.mark.parametrize("addr, size, pages", [(0x1f80, 0x100, 2), (0x1000, 0x1000, 1), (0x1fff, 1, 1), (0x1fff, 2, 2), (0x1001, 0x1000, 2)])
+@pytest.mark.parametrize("addr, size, pages", [(0x1f80, 0x100, 2), (0x1000, 0x1000, 1), (0x1fff, 1, 1), (0x1fff, 2, 2),
+                                               (0x1001, 0x1000, 2)])
 def test_umem_page_count_offset(addr, size, pages):
     mem, mm, dev = machine()
     start = mapped(mm, 4 * PAGE)
@@ -164,7 +164,8 @@ def test_iou_coalesced_tail_unpin():
     mem.check()
 
 
-@pytest.mark.parametrize("kind, old, new", [("hugetlbfs", None, None), ("tmpfs", errno.EOPNOTSUPP, None), ("ext4", errno.EOPNOTSUPP, errno.EFAULT)])
+@pytest.mark.parametrize("kind, old, new", [("hugetlbfs", None, None), ("tmpfs", errno.EOPNOTSUPP, None),
+                                            ("ext4", errno.EOPNOTSUPP, errno.EFAULT)])
 def test_iou_file_backed(kind, old, new):
     for files, number in (("5.8", old), ("longterm", new)):
         mem, mm, _ = machine()

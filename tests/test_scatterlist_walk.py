@@ -409,7 +409,8 @@ def test_entries_and_iterators_after_the_table_is_freed(mem):
     next(page_iter)
     next(miter)
     mmc.sg_free_table(sgt)
-    uses = [lambda: entry.length, lambda: mmc.sg_page(entry), lambda: mmc.sg_next(entry), lambda: next(each), lambda: next(fresh), lambda: next(other),
+    uses = [lambda: entry.length, lambda: mmc.sg_page(entry), lambda: mmc.sg_next(entry), lambda: next(each), lambda: next(fresh),
+            lambda: next(other),
             lambda: next(page_iter), lambda: next(miter), lambda: miter.skip(1), lambda: mmc.sg_mark_end(entry),
             lambda: mmc.sg_set_page(entry, pages[0], 1, 0), lambda: setattr(entry, "dma_address", 1)]
     for use in uses:

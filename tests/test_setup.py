@@ -83,16 +83,3 @@ def test_a_fresh_clone_sets_itself_up_and_runs_the_main_job(tmp_path):
     touched = {path.name.split(".")[0] for path in (tree / "mmcore" / "core").glob("*.so")
                if path.stat().st_mtime_ns != built[path]}
     assert touched == {"look"}
-
-
-@pytest.mark.slow
-def test_a_wheel_has_headers_and_needs_no_compiler(tmp_path):
-    tree = copy_of_the_tree(tmp_path / "clone")
-    result = subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w",
-                             str(tmp_path), str(tree)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    wheel, = tmp_path.glob("mmcore-*.whl")
-    names = subprocess.run([sys.executable, "-m", "zipfile", "-l", str(wheel)], capture_output=True, text=True).stdout
-    for name in ("mmcore/core/page.h", "mmcore/core/atomic.h", "mmcore/core/unpin.pxd", "mmcore/cli/register.py"):
-        assert name in names
-    assert not re.search(r"^tests/", names, re.MULTILINE)

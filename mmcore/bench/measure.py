@@ -33,8 +33,8 @@ class Bar:
 
     variant: str
     against: str
-    at_least: float = None
-    at_most: float = None
+    at_least: "float | None" = None
+    at_most: "float | None" = None
     note: str = ""
 
     def ratios(self, samples):

@@ -1,7 +1,8 @@
 """Address spaces: touch, munmap and fork by kind of page and by size, and fork beside the running kernel's.
 
-Times are the thread's processor time, and the caches are swept before each step on base pages; a first round brings the frames into use and is not counted. The cost a page of
-touch, munmap and fork must be flat: the largest size is compared with the smallest, each by its own median.
+Times are the thread's processor time, and the caches are swept before each step on base pages; a first round brings the
+frames into use and is not counted. The cost a page of touch, munmap and fork must be flat: the largest size is compared
+with the smallest, each by its own median.
 """
 import gc
 import mmap
@@ -133,7 +134,7 @@ def kernel_fork(size, rounds):
             buffer[at] = 1
         samples = []
         gc.collect()
-        for turn in range(rounds + 1):
+        for _ in range(rounds + 1):
             # Wall time: the kernel's work for a fork is done in the call, but partly on nobody's account.
             start = time.perf_counter_ns()
             child = os.fork()

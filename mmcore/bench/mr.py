@@ -111,7 +111,7 @@ def test_region(size, backing, acquire, release, lists="run", seconds=None, roun
         region.close()
 
 
-test_region.__test__ = False    # a test of the kernel's kind, not pytest's
+test_region.__test__ = False    # type: ignore[attr-defined]     # a test of the kernel's kind, not pytest's
 
 
 def compare(size, backing, seconds=None, rounds=None, clock=time.perf_counter_ns):

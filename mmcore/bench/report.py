@@ -46,7 +46,10 @@ HEAD = ("case", "variant", "ns/page", "mad", "against", "ratio", "must reach", "
 RIGHT = {2, 3, 5}           # columns of numbers
 
 
-def table(rows, head=HEAD, columns=range(len(HEAD))):
+_ALL = range(len(HEAD))
+
+
+def table(rows, head=HEAD, columns=_ALL):
     """Return the rows as aligned text, some columns of them; a case is named once."""
     lines, last = [list(head)], None
     for row in rows:

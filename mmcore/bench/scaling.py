@@ -28,7 +28,7 @@ class Case:
     build: object               # nr_pages -> Layout
     in_caches: bool             # 64 MiB of pages, and regions of REGION_SECONDS; else all pages, each list `repeat` times
     repeat: int = 1
-    at_least: float = None      # the scaling that run must reach; else the C peer's own
+    at_least: "float | None" = None      # the scaling that run must reach; else the C peer's own
 
 
 CASES = (

@@ -1,5 +1,5 @@
 """Mapping folios that exist already: how a captured process becomes an address space of the engine."""
-from libc.errno cimport EEXIST, EFAULT, EINVAL, ENOMEM
+from libc.errno cimport EEXIST, EFAULT, EINVAL
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from mmcore.core.fault cimport note_anon, vma_entry_bits, written_bits
 from mmcore.core.folio cimport count_arg, refs_load
@@ -11,7 +11,6 @@ from mmcore.core.space cimport *
 from mmcore.core.vma cimport vma_lookup
 from mmcore.core.zap cimport rss_add
 
-import errno as _errno
 
 import numpy as np
 

@@ -1,4 +1,10 @@
-"""Set a Memory up: check its arguments, reserve the address space, lay out zones, pools and devices."""
+"""Set a Memory up: check its arguments, reserve the address space, lay out zones, pools and devices.
+
+Units: sizes: bytes as int, or "4K", "2M", "1G".
+Raises: InvalidArgument for sizes, types and alignments that do not exist.
+Threads: they are plain values.
+Kernel: struct dev_pagemap, enum memory_type.
+"""
 from libc.errno cimport errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, malloc

@@ -1,4 +1,11 @@
-"""Take and give back frames; folio_alloc, alloc_page, and folios at given frames."""
+"""Take and give back frames; folio_alloc, alloc_page, and folios at given frames.
+
+Units: order: int, log2 of base pages; zone: str or None; PFNs: ints, or uint64 arrays.
+Raises: TypeError and InvalidArgument for arguments that no memory could satisfy, MMError(ENOMEM) when there is no
+    block.
+Threads: any number at once; a lock a zone's region.
+Kernel: folio_alloc(), alloc_pages(), alloc_contig_range().
+"""
 from libc.errno cimport EBUSY, EINVAL, ENOMEM
 from libc.string cimport memmove
 

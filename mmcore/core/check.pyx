@@ -3,7 +3,7 @@
 The free blocks say which frames are free; a second walk over mem_map must find each other frame in a folio that holds
 together, and the sums of what it finds must be what the counters say. Nobody else may use the memory meanwhile.
 """
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 from mmcore.core.memory cimport *
 from mmcore.core.folio cimport pincount_load, refs_load
@@ -328,7 +328,7 @@ cdef bint count_table(sums_t *s, mm_t *mm, uint64_t table, int level, uint64_t a
     return False
 
 cdef bint check_one_mm(sums_t *s, mm_t *mm) noexcept nogil:
-    cdef uint64_t tables = 0, i, at = 0, locked = 0
+    cdef uint64_t tables = 0, i, at = 0
     cdef int64_t rss
     s.mapped = s.swapped = 0
     for i in range(mm.nr_vmas):

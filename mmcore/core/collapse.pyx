@@ -1,6 +1,6 @@
 """Collapsing base pages into a THP."""
 from libc.errno cimport EAGAIN, EINVAL, ENOMEM
-from mmcore.core.fault cimport FAULT_FLAG_WRITE, anon_flags, copy_page_bytes, handle_mm_fault, note_anon, vma_entry_bits, written_bits
+from mmcore.core.fault cimport anon_flags, copy_page_bytes, handle_mm_fault, note_anon, vma_entry_bits, written_bits
 from mmcore.core.frames cimport give_huge, take_huge
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *

@@ -1,4 +1,10 @@
-"""The bytes behind pages, as writable memoryviews."""
+"""The bytes behind pages, as writable memoryviews.
+
+Units: memoryviews of unsigned bytes, format "B".
+Raises: TypeError for what is no handle, BadPage for a free page.
+Threads: any number at once; the bytes have no lock, as in the kernel.
+Kernel: page_address(), kmap_local_folio().
+"""
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uint8_t, uint64_t
 from mmcore.core.folio cimport *

@@ -1,5 +1,10 @@
-"""Devices, DMA mapping of scatterlists, IOVA space."""
-from libc.errno cimport EINVAL, EIO
+"""Devices, DMA mapping of scatterlists, IOVA space.
+
+Units: addresses and sizes: bytes, uint64.
+Raises: InvalidArgument for foreign or unmapped tables, MMError for what the device or the IOMMU refuses.
+Threads: a lock a device; a table is for one thread at a time (MMError(EBUSY) for the other).
+Kernel: dma_map_sgtable(), dma_unmap_sgtable(), struct device.
+"""
 from mmcore.core.folio cimport count_arg
 
 import bisect
@@ -74,7 +79,7 @@ cdef int map_range(iommu_t *d, sg_t *sg, uint64_t nents, unsigned shift, uint64_
                    unsigned prot) noexcept nogil:
     """Write the leaves: neighbours in physical memory that are neighbours in the range go in one call. Undoes on error."""
     cdef uint64_t page = ONE << shift, at, used = 0, padded, phys
-    cdef uint64_t run_at = 0, run_phys = 0, run = 0, mapped_to = iova
+    cdef uint64_t run_at = 0, run_phys = 0, run = 0
     cdef int error = 0
     while error == 0:
         if nents == 0 or sg == NULL:
@@ -120,7 +125,7 @@ cdef uint64_t make_segments(sg_t *sgl, uint64_t nents, uint64_t page, uint64_t i
     cdef sg_t *out = sgl
     cdef uint64_t i, used = 0, at, padded, start, length, count = 0, segment = 0
     cdef bint is_open = False
-    for i in range(nents):
+    for i in range(nents):  # no-cython-lint
         if sg == NULL:
             break
         at = place(sg, used, page, limits.boundary, &padded)
@@ -143,7 +148,7 @@ cdef uint64_t make_segments(sg_t *sgl, uint64_t nents, uint64_t page, uint64_t i
         sg = next_sg(sg)
     # The spare entries, so that nobody takes what was there before for a segment.
     sg = sgl if count == 0 else next_sg(out)
-    for i in range(count, nents):
+    for i in range(count, nents):  # no-cython-lint
         if sg == NULL:
             break
         sg.dma_address = ALL_ONES

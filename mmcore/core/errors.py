@@ -1,4 +1,10 @@
-"""What a wrong call gets: MMError, InvalidArgument, BadPage."""
+"""What a wrong call gets: MMError, InvalidArgument, BadPage.
+
+Units: errno: int as the kernel's; pfn, addr: int or None.
+Raises: these are what is raised.
+Threads: plain values; they can be pickled.
+Kernel: -Exxx.
+"""
 import errno as _errno
 import os
 

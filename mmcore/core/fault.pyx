@@ -1,8 +1,8 @@
 """Page faults on base pages and THPs."""
-from libc.errno cimport EAGAIN, EEXIST, ENOMEM
+from libc.errno cimport EAGAIN, ENOMEM
 from mmcore.core.buddy cimport alloc_folio
 from mmcore.core.file cimport FAULT_SIGBUS, file_counts, file_page, file_pages
-from mmcore.core.frames cimport give_huge, give_pages, take_folio, take_huge, take_pages
+from mmcore.core.frames cimport give_huge, take_folio, take_huge, take_pages
 from mmcore.core.lock cimport mark_dirty
 from mmcore.core.hugetlb cimport hugetlb_fault
 from mmcore.core.pgtable cimport *
@@ -65,7 +65,7 @@ cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write
     there is no block, and base pages must do."""
     cdef mem_t *m = mm.m
     cdef pgd_t *g = &mm.pgd
-    cdef uint64_t size = level_size(g, 1), at = addr & ~(size - 1), wanted = 0, got, used = 0, i, table
+    cdef uint64_t size = level_size(g, 1), at = addr & ~(size - 1), wanted = 0, got, i, table
     cdef uint64_t pfns[THP_BATCH]
     cdef uint64_t bits, last
     cdef uint64_t *entry

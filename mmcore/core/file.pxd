@@ -32,7 +32,8 @@ cdef class File:
     cdef file_t *ptr(self) except NULL
 
 # ---- under f.lock -----------------------------------------------------------------------------------------------------
-cdef int file_page(file_t *f, uint64_t index, bint huge_ok, uint64_t *pfn) noexcept nogil   # the page of an index, made when missing; 0, -ENOMEM, FAULT_SIGBUS
+# The page of an index, made when missing; 0, -ENOMEM, FAULT_SIGBUS.
+cdef int file_page(file_t *f, uint64_t index, bint huge_ok, uint64_t *pfn) noexcept nogil
 cdef uint64_t file_look(const file_t *f, uint64_t index) noexcept nogil                     # the same when it is there; else 0
 cdef bint file_counts(const file_t *f) noexcept nogil       # do its pages have references and map counts?
 cdef uint64_t file_pages(const file_t *f) noexcept nogil    # base pages up to its end

@@ -1,12 +1,18 @@
-"""Files under their kernel kinds: page cache, devices, writeback, truncation."""
+"""Files under their kernel kinds: page cache, devices, writeback, truncation.
+
+Units: offsets and sizes: bytes; pages: base pages.
+Raises: InvalidArgument, MMError; see each.
+Threads: any number at once; a lock a file.
+Kernel: struct address_space and its file systems.
+"""
 from libc.errno cimport EBUSY, ENOMEM
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 cimport cython
-from mmcore.core.buddy cimport alloc_frames, alloc_hugetlb_reserved, free_folio, pool_of, reserve_hugetlb
+from mmcore.core.buddy cimport alloc_hugetlb_reserved, free_folio, reserve_hugetlb
 from mmcore.core.folio cimport FREED, count_arg, put_refs, split
 from mmcore.core.frames cimport take_folio, take_pages
-from mmcore.core.lock cimport clear_dirty, lock_wait, mark_dirty, raise_pending, trylock, unlock
+from mmcore.core.lock cimport clear_dirty, mark_dirty
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *
 from mmcore.core.swap cimport swap_free, swap_load
@@ -446,7 +452,8 @@ cdef class File:
         self.mem.leave()
         if error == -EBUSY:
             raise MMError(_errno.EBUSY, f"truncate({wanted:#x}): pages of the fsdax file beyond are held or pinned, and DMA "
-                                        "into them would hit whatever the filesystem puts there next: unpin them first. Nothing was changed")
+                                        "into them would hit whatever the filesystem puts there next: unpin them first. Nothing was "
+                                        "changed")
         if error:
             raise MMError(-error, f"no address space for the page cache of {format_size(wanted)}")
 

@@ -1,4 +1,11 @@
-"""References, pins and splitting, under the kernel's names; and what the modules above share: arguments, errors."""
+"""References, pins and splitting, under the kernel's names; and what the modules above share: arguments, errors.
+
+Units: refs, pins, counts: int, C int in struct page; a pin of a small folio is 1024 on it.
+Raises: TypeError for what is no handle, InvalidArgument for a tail, a closed Memory, a count out of range; BadPage
+    when a law would break, with nothing changed.
+Threads: any number at once: compare-and-swap, acquire on taking, release on dropping.
+Kernel: the functions of these names in mm.h, gup.c and huge_memory.c.
+"""
 from libc.errno cimport EAGAIN, EBUSY, EINVAL, ENOMEM, EREMOTEIO
 from mmcore.core.hook cimport pin_watchers, pins_changed
 from mmcore.core.buddy cimport region_is_free
@@ -54,7 +61,7 @@ cdef int put_wrong(const page_t *head, uint32_t old, uint32_t refs) noexcept nog
         return 0 if test_flag(head, PG_mm_many_refs) else BAD_EATS_PIN
     # Pins and references are two words; others may move both while we look. The law holds at every moment, so one look
     # that finds room for this put settles the matter; where there is none, no look finds it.
-    for i in range(64):
+    for i in range(64):  # no-cython-lint
         old = refs_load(head)
         if old >= refs and old - refs >= pincount_load(head):
             return 0
@@ -444,7 +451,7 @@ def folio_add_pin(folio):
     folio_add_pins(folio, 1)
 
 
-# ---- split ------------------------------------------------------------------------------------------------------------------------------------------
+# ---- split --------------------------------------------------------------------------------------------------------------------
 def folio_split(folio, new_order=0):
     """Split a folio into folios of new_order; returns them, one reference of the caller's on each.
 

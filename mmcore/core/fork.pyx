@@ -3,11 +3,10 @@ from libc.errno cimport EAGAIN, ENOMEM
 from mmcore.core.fault cimport anon_flags, anon_page_init, copy_page_bytes, vma_entry_bits
 from mmcore.core.file cimport file_add_mm
 from mmcore.core.frames cimport give_pages, take_pages
-from mmcore.core.hugetlb cimport hugetlb_copy, vma_level
+from mmcore.core.hugetlb cimport hugetlb_copy
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *
 from mmcore.core.swap cimport swap_dup
-from mmcore.core.vma cimport exit_mmap
 from mmcore.core.zap cimport split_leaf
 
 cdef enum:

@@ -1,5 +1,5 @@
 """Frames in bulk for address spaces."""
-from mmcore.core.buddy cimport (forget_ready, free_folios, freed_word, region_put, region_take, region_take_ready)
+from mmcore.core.buddy cimport free_folios, freed_word, region_put, region_take, region_take_ready
 
 cdef int region_turn(const mem_t *m, int turn) noexcept nogil:
     """The region that user memory tries at this turn; -1 when it has no such region."""
@@ -15,7 +15,7 @@ cdef int region_turn(const mem_t *m, int turn) noexcept nogil:
 
 cdef uint64_t take_from(mem_t *m, region_t *r, uint64_t *pfns, uint64_t nr) noexcept nogil:
     """Small frames out of one region, whole blocks at a time, the smallest first."""
-    cdef uint64_t got = 0, pfn, size, k, j
+    cdef uint64_t got = 0, pfn, j
     cdef unsigned order
     pthread_mutex_lock(&r.lock)
     while got < nr:
@@ -35,7 +35,7 @@ cdef uint64_t take_from(mem_t *m, region_t *r, uint64_t *pfns, uint64_t nr) noex
     return got
 
 cdef uint64_t take_pages(mem_t *m, uint64_t *pfns, uint64_t nr) noexcept nogil:
-    cdef uint64_t got = 0, most = nr, i
+    cdef uint64_t got = 0, most = nr
     cdef int turn, at
     if mm_unlikely(a32_load_relaxed(&m.inject_armed)):
         # Each page is an occurrence.
@@ -89,7 +89,7 @@ cdef bint is_ready(mem_t *m, region_t *r, uint64_t pfn) noexcept nogil:
     return True
 
 cdef uint64_t take_huge(mem_t *m, uint64_t *pfns, uint64_t nr) noexcept nogil:
-    cdef uint64_t got = 0, first, most = nr, i
+    cdef uint64_t got = 0, most = nr, i
     cdef uint64_t fresh[64]
     cdef uint64_t nr_fresh = 0
     cdef int turn, at

@@ -1,4 +1,11 @@
-"""get_user_pages* and pin_user_pages*."""
+"""get_user_pages* and pin_user_pages*.
+
+Units: start: address in bytes; nr_pages: base pages; gup_flags: FOLL_* bits, unsigned int.
+Raises: TypeError, InvalidArgument, MMError with .errno and .addr.
+Threads: any number at once on one MM, without the GIL; the fast walk takes no lock, the slow one mmap_lock for
+    reading.
+Kernel: the functions of these names in gup.c.
+"""
 from libc.errno cimport EAGAIN, EFAULT, EINTR, ENOMEM, EOVERFLOW
 from libc.stdlib cimport free
 from libc.string cimport memset

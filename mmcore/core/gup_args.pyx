@@ -1,5 +1,5 @@
 """Arguments and errors of the get and pin families."""
-from libc.errno cimport EAGAIN, EEXIST, EFAULT, EINVAL, ENOMEM
+from libc.errno cimport EFAULT
 from mmcore.core.gup_walk cimport *
 from mmcore.core.space cimport pthread_rwlock_t, pthread_rwlock_unlock, vma_t
 from mmcore.core.vma cimport vma_lookup
@@ -17,7 +17,8 @@ cdef unsigned flags_arg(const wrapper_t *wrapper, object gup_flags) except? 0xff
     cdef unsigned flags = <unsigned>count_arg(gup_flags, "gup_flags", 0, 0xffffffff)
     cdef unsigned all_of_it = flags | wrapper.to_set
     cdef str call
-    if mm_likely(not flags & ~<unsigned>(KNOWN_FLAGS & ~(FOLL_GET | FOLL_LONGTERM)) and not (wrapper.fast and all_of_it & ~<unsigned>FAST_FLAGS)):
+    if mm_likely(not flags & ~<unsigned>(KNOWN_FLAGS & ~(FOLL_GET | FOLL_LONGTERM)) and
+                 not (wrapper.fast and all_of_it & ~<unsigned>FAST_FLAGS)):
         return all_of_it
     call = wrapper.name.decode()
     if mm_unlikely(flags & INTERNAL_FLAGS):

@@ -1,10 +1,9 @@
 """The walk without locks."""
-from libc.errno cimport EAGAIN
 from mmcore.core.gup_walk cimport *
 from mmcore.core.output cimport release_leaves
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport counts_mappings
-from mmcore.core.space cimport FILE_SECRETMEM, FILE_TMPFS, MMF_HAS_PINNED, mm_t
+from mmcore.core.space cimport FILE_SECRETMEM, FILE_TMPFS, mm_t
 
 cdef enum:
     AHEAD = 64                  # entries whose struct pages are fetched in advance
@@ -100,7 +99,7 @@ cdef uint64_t grab_row(const grab_t *g, const uint64_t *entry, uint64_t n, const
     """
     cdef uint64_t i, e = a64_load_acquire(entry), flags
     cdef page_t *page = &g.map[pte_pfn(e)]
-    cdef uint64_t odd = g.odd, both = g.odd | g.must, must = g.must
+    cdef uint64_t both = g.odd | g.must, must = g.must
     cdef uint32_t refs, amount = g.amount, most = g.most
     for i in range(n):
         if a64_load_acquire(&entry[i]) != e:

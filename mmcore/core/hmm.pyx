@@ -7,9 +7,14 @@ A word of the result (struct hmm_range.hmm_pfns, 64-bit)
 
 The request of a page is (its word & pfn_flags_mask) | default_flags. There are no notifiers here: who needs the answer to
 stay true keeps the address space from changing.
+
+Units: words: uint64; PFN in the low bits, flags from the top, order in bits 53-57.
+Raises: TypeError, InvalidArgument, MMError(EFAULT, EPERM, ENOMEM).
+Threads: any number at once; mmap_lock for reading.
+Kernel: hmm_range_fault(), struct hmm_range.
 """
 from libc.errno cimport EFAULT, ENOMEM, EPERM
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport uint64_t
 from mmcore.core.fault cimport FAULT_FLAG_WRITE, handle_mm_fault
 from mmcore.core.folio cimport count_arg
 from mmcore.core.mm cimport MM
@@ -17,7 +22,6 @@ from mmcore.core.pgtable cimport *
 from mmcore.core.space cimport *
 from mmcore.core.vma cimport vma_lookup
 
-import errno as _errno
 
 import numpy as np
 
@@ -83,7 +87,7 @@ cdef int range_fault(mm_t *mm, uint64_t start, uint64_t *words, uint64_t nr, uin
                 return -EFAULT
             words[i] = (words[i] & STICKY) | ERROR
             continue
-        for tries in range(20000):
+        for tries in range(20000):  # no-cython-lint
             have = look(mm, v, addr)
             if not needs_fault(request, have):
                 break

@@ -1,6 +1,5 @@
 """hugetlb mappings."""
-from libc.errno cimport ENOMEM
-from mmcore.core.buddy cimport alloc_hugetlb_reserved, free_folio, reserve_hugetlb
+from mmcore.core.buddy cimport alloc_hugetlb_reserved, reserve_hugetlb
 from mmcore.core.fault cimport (FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, copy_page_bytes, note_anon, vma_entry_bits,
                                 written_bits)
 from mmcore.core.file cimport FAULT_SIGBUS, file_page

@@ -1,4 +1,10 @@
-"""IOMMU page tables and the domain as Python sees it."""
+"""IOMMU page tables and the domain as Python sees it.
+
+Units: IOVAs, physical addresses and sizes: bytes, uint64.
+Raises: InvalidArgument for what is misaligned or too large, MMError for what is mapped already.
+Threads: a lock a domain.
+Kernel: struct iommu_domain, iommu_map(), iommu_unmap(), iommu_iova_to_phys().
+"""
 from libc.errno cimport EEXIST, EINVAL, ENOMEM
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset

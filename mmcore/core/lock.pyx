@@ -1,4 +1,11 @@
-"""The folio lock, dirty and writeback."""
+"""The folio lock, dirty and writeback.
+
+Units: booleans out of the tests and of what sets: whether it changed anything.
+Raises: TypeError for what is no handle, InvalidArgument for a tail, BadPage for a free folio, or when a law would
+    break.
+Threads: any number at once; folio_lock() sleeps without the GIL, a signal ends it.
+Kernel: the functions of these names in filemap.c and page-writeback.c.
+"""
 from cpython.exc cimport PyErr_Occurred
 from libc.errno cimport EINTR
 from mmcore.core.folio cimport *
@@ -82,7 +89,7 @@ cdef int lock_wait(mem_t *m, uint64_t pfn) noexcept nogil:
     cdef int i
     cdef bint stop = False
     stat_add(m, OP_FOLIO_LOCKS, 1)
-    for i in range(100):
+    for i in range(100):  # no-cython-lint
         if trylock(head):
             return 0
         cpu_relax()
@@ -137,7 +144,7 @@ cdef bint clear_dirty(mem_t *m, uint64_t pfn) noexcept nogil:
     return True
 
 
-# ---- the lock -----------------------------------------------------------------------------------------------------------------------------
+# ---- the lock ------------------------------------------------------------------------------------------------------
 def folio_lock(folio):
     """Take the folio lock; sleeps while another holds it. The caller holds a reference.
 
@@ -174,7 +181,7 @@ def folio_unlock(folio):
     unlock(&mem.m, pfn)
 
 
-# ---- dirty and writeback ----------------------------------------------------------------------------------------------------------------------
+# ---- dirty and writeback ----------------------------------------------------------------------------------------------------
 cdef int dirtyable(Memory mem, uint64_t pfn, str call) except -1:
     if pfn == mem.m.zero_pfn:
         raise BadPage("the zero page stays clean", f"{call} on the zero page (PFN {pfn:#x}): it is shared by all and never "

@@ -1,5 +1,12 @@
-"""Helpers that only look at pages and folios. A look without a reference may be stale at once, as in the kernel."""
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+"""Helpers that only look at pages and folios. A look without a reference may be stale at once, as in the kernel.
+
+Units: PFNs, counts and orders: int; sizes: bytes.
+Raises: TypeError for what is no handle, InvalidArgument for a tail where a folio is wanted, a PFN beyond the end, a
+    closed Memory.
+Threads: any number at once; no lock, no reference.
+Kernel: the functions and macros of these names in mm.h and page-flags.h.
+"""
+from libc.stdint cimport int32_t, uint64_t
 from mmcore.core.folio cimport *
 
 from .errors import InvalidArgument

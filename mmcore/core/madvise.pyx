@@ -1,5 +1,5 @@
 """madvise and clear_refs."""
-from libc.errno cimport EAGAIN, EBUSY, EFAULT, EINVAL, ENOMEM
+from libc.errno cimport EFAULT, EINVAL, ENOMEM
 from mmcore.core.access cimport page_at_addr, touch_pages
 from mmcore.core.buddy cimport reserve_hugetlb
 from mmcore.core.collapse cimport collapse_range
@@ -9,7 +9,7 @@ from mmcore.core.hugetlb cimport hugetlb_missing
 from mmcore.core.pgtable cimport *
 from mmcore.core.remap cimport reclaim_folio
 from mmcore.core.rmap cimport *
-from mmcore.core.vma cimport range_hole, vma_find, vma_granule, vma_isolate, vma_lookup, vma_merge
+from mmcore.core.vma cimport range_hole, vma_find, vma_granule, vma_isolate, vma_merge
 from mmcore.core.zap cimport put_mapping, split_at, zap_begin, zap_end, zap_range, zap_t
 
 # ---- flags of VMAs: under mmap_lock for writing -------------------------------------------------------------------------
@@ -88,7 +88,6 @@ cdef void free_entry(mm_t *mm, uint64_t *entry, int level) noexcept nogil:
     """Under the table's lock: the page may be dropped instead of swapped out, unless it is written again."""
     cdef mem_t *m = mm.m
     cdef uint64_t e = a64_load_relaxed(entry), pfn = pte_pfn(e), head
-    cdef zap_t z
     if pte_swap(e) and swp_type(e) == SWP_TYPE_SWAP:
         return
     if not pte_leaf(e, level) or e & PTE_SPECIAL or pfn >= m.nr_pages:

@@ -1,6 +1,12 @@
-"""memfd_pin_folios: pins on the folios of a memory file, without an address space."""
+"""memfd_pin_folios: pins on the folios of a memory file, without an address space.
+
+Units: start, end: offsets in bytes, end included.
+Raises: TypeError, InvalidArgument, MMError.
+Threads: any number at once; the file's lock.
+Kernel: memfd_pin_folios().
+"""
 from libc.errno cimport EAGAIN, EINTR, EINVAL, ENOMEM
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport uint64_t
 from libc.stdlib cimport free
 from mmcore.core.file cimport FAULT_SIGBUS, File, file_page
 from mmcore.core.folio cimport *
@@ -11,7 +17,6 @@ from mmcore.core.migrate cimport check_and_migrate
 from mmcore.core.output cimport leaf_pfn, leaf_word, release_leaves
 from mmcore.core.space cimport *
 
-import errno as _errno
 
 from .errors import InvalidArgument, MMError
 
@@ -58,7 +63,7 @@ cdef int pin_folios(file_t *f, uint64_t start, uint64_t end, uint64_t most, pinn
     cdef mem_t *m = f.m
     cdef uint64_t index, last = end >> m.page_shift
     cdef int error = 0, rounds
-    for rounds in range(MAX_ROUNDS):
+    for rounds in range(MAX_ROUNDS):  # no-cython-lint
         p.nr = 0
         index = start >> m.page_shift
         while index <= last and p.nr < most and error == 0:

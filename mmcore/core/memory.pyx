@@ -1,4 +1,11 @@
-"""Memory and its handles: set-up, statistics, views."""
+"""Memory and its handles: set-up, statistics, views.
+
+Units: PFNs: int, uint64; sizes: bytes or "2M"; counts: base pages unless said otherwise; .pages: PAGE_DTYPE, one
+    dimension.
+Raises: InvalidArgument for what does not fit and for a closed Memory, MMError(ENOMEM), BadPage.
+Threads: any number at once, but for check(), save() and close().
+Kernel: mem_map, pg_data_t, struct zone, struct page, struct folio.
+"""
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset

@@ -1,17 +1,23 @@
-"""Longterm eligibility and migration."""
+"""Longterm eligibility and migration.
+
+Units: lists of pages in, heads of folios out.
+Raises: TypeError, InvalidArgument, MMError(ENOMEM, EBUSY).
+Threads: any number at once.
+Kernel: check_and_migrate_movable_pages(), migrate_longterm_unpinnable_folios().
+"""
 from libc.errno cimport EAGAIN, EBUSY, EINTR, ENOMEM
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 from mmcore.core.buddy cimport alloc_folio, alloc_hugetlb, free_folio
 from mmcore.core.folio cimport *
-from mmcore.core.gup_walk cimport WHY_BUSY, WHY_COHERENT, WHY_MIGRATE, WHY_NO_MEMORY, WHY_SIGNAL
+from mmcore.core.gup_walk cimport WHY_COHERENT, WHY_MIGRATE, WHY_NO_MEMORY, WHY_SIGNAL
 from mmcore.core.lock cimport lock_wait, raise_pending, unlock
 from mmcore.core.output cimport leaf_count, leaf_pfn, release_leaves
-from mmcore.core.pagelist cimport PageList, PageRanges, as_pages, filling, new_pagelist, pagelist_view
+from mmcore.core.pagelist cimport PageList, PageRanges, as_pages, filling, new_pagelist
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport rmap_walk_anon, rmap_walk_file
 from mmcore.core.space cimport *
-from mmcore.core.unpin cimport folio_at, group_t, run_length
+from mmcore.core.unpin cimport folio_at, run_length
 
 import errno as _errno
 

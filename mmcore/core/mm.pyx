@@ -1,4 +1,11 @@
-"""MM: address spaces under Python's hands."""
+"""MM: address spaces under Python's hands.
+
+Units: addresses: int, bytes; lengths: bytes or "2M"; prot, flags, advice: PROT_*, MAP_*, MADV_* bits.
+Raises: TypeError, InvalidArgument, MMError with the errno of the system call and .addr.
+Threads: any number at once: mmap_lock for reading in faults, for writing in what changes the shape; a lock a page
+    table.
+Kernel: struct mm_struct, vm_area_struct, and the system calls of these names.
+"""
 from libc.errno cimport EACCES, EAGAIN, EFAULT, EINVAL, ENOMEM
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport calloc, free
@@ -63,7 +70,6 @@ VMA.__doc__ = """One mapping as it was when looked at: addresses [start, end), f
 cdef int settings(Memory mem) except -1:
     """Make the registry of a Memory, and copy what its config says about huge pages to where faults see it."""
     cdef spaces_t *s
-    cdef bint first = spaces_of(&mem.m) == NULL
     s = spaces_get(&mem.m)
     if s == NULL:
         raise MemoryError()
@@ -138,7 +144,8 @@ cdef object sigbus_reason(MM self, uint64_t addr):
     if v.file.gone:
         return "the device behind the mapping was removed"
     offset = page_index(self.mm, v, addr) << self.mm.m.page_shift
-    return f"offset {offset:#x} is beyond the end of the {self.files[v.file.id].kind} file ({v.file.size:#x} bytes): it was truncated, or never as long"
+    return (f"offset {offset:#x} is beyond the end of the {self.files[v.file.id].kind} file "
+            f"({v.file.size:#x} bytes): it was truncated, or never as long")
 
 
 @cython.no_gc_clear
@@ -278,15 +285,16 @@ cdef class MM:
             raise shape_error(self, error, "mprotect()", start, end)
 
     def mremap(self, old, old_len, new_len, new_addr=None):
-        """Resize a mapping, moving it when it cannot grow where it is; with new_addr it goes exactly there, and what is mapped
-        there goes. Returns the address.
+        """Resize a mapping, and move it when it cannot grow where it is.
+
+        With new_addr it goes exactly there, and what is mapped there goes. Returns the address.
 
         Raises MMError: EFAULT (the old range is not all one mapping, or of a kind that cannot grow), EINVAL (misaligned,
-        new_len 0, old and new overlap; hugetlb: not at its page size, or growing), ENOMEM (no room or no tables), EAGAIN (locked memory over RLIMIT_MEMLOCK).
-        Nothing has moved then. Kernel: mremap(2), with MREMAP_MAYMOVE.
+        new_len 0, old and new overlap; hugetlb: not at its page size, or growing), ENOMEM (no room or no tables), EAGAIN (locked
+        memory over RLIMIT_MEMLOCK). Nothing has moved then. Kernel: mremap(2), with MREMAP_MAYMOVE.
         """
         cdef mm_t *mm = self.ptr()
-        cdef uint64_t start, end, wanted_end, to = 0, page = ONE << mm.m.page_shift, new_size
+        cdef uint64_t start, end, wanted_end, to = 0, new_size
         cdef bint fixed = new_addr is not None
         cdef int error
         range_arg(self, old, old_len, "mremap()", &start, &end)
@@ -317,8 +325,10 @@ cdef class MM:
         return to
 
     def madvise(self, addr, length, advice):
-        """Advise about a range: MADV_HUGEPAGE, NOHUGEPAGE, POPULATE_READ, POPULATE_WRITE, DONTNEED, FREE, COLLAPSE, PAGEOUT,
-        DONTFORK, DOFORK, COLD; NORMAL, RANDOM, SEQUENTIAL and WILLNEED are accepted and change nothing.
+        """Advise the kernel about a range.
+
+        MADV_HUGEPAGE, NOHUGEPAGE, POPULATE_READ, POPULATE_WRITE, DONTNEED, FREE, COLLAPSE, PAGEOUT, DONTFORK, DOFORK, COLD;
+        NORMAL, RANDOM, SEQUENTIAL and WILLNEED are accepted and change nothing.
 
         Raises MMError: EINVAL (misaligned, unknown, or advice that a mapping in the range does not take), ENOMEM (part is
         not mapped: the rest was done; or no frame), EFAULT (POPULATE beyond the end of a file), EAGAIN (COLLAPSE of pages
@@ -385,8 +395,10 @@ cdef class MM:
         return child
 
     def clear_refs(self, what=4):
-        """Write to /proc/PID/clear_refs. 4: soft-dirty bits go, and what may be written is write-protected, so that the next
-        write sets them again; pinned pages are left as they are. 1, 2, 3: accessed bits of all, anonymous, file memory.
+        """Clear marks of access, as a write to /proc/PID/clear_refs does.
+
+        4: soft-dirty bits go, and what may be written is write-protected, so that the next write sets them again; pinned
+        pages are left as they are. 1, 2, 3: accessed bits of all, anonymous, file memory.
         """
         cdef mm_t *mm = self.ptr()
         cdef int kind = <int>count_arg(what, "what", 1, 4)

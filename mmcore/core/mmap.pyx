@@ -23,7 +23,7 @@ def do_mmap(MM self not None, size, uint64_t prot, uint64_t flags, file, uint64_
     """Map; see MM.mmap(), which converts the numbers."""
     cdef mm_t *mm = self.mm
     cdef mem_t *m = mm.m
-    cdef uint64_t page = ONE << m.page_shift, length, align, at = 0, populated = 0, pages, end, faults = 0, start
+    cdef uint64_t page = ONE << m.page_shift, length, align, at = 0, pages, end, faults = 0, start
     cdef vma_t v
     cdef unsigned order = 0
     cdef int error = 0, kind = flags & 3
@@ -205,7 +205,8 @@ cdef unsigned hugetlb_order(MM self, uint64_t flags) except 0:
     size = (ONE << m.page_shift) << m.pmd_order if log == 0 else <object>1 << log
     pools = self.mem.hugetlb_pools()
     if size not in pools:
-        raise InvalidArgument(f"MAP_HUGETLB: no pool of {format_size(size)} pages (there are {', '.join(map(format_size, pools)) or 'none'}): "
+        raise InvalidArgument(f"MAP_HUGETLB: no pool of {format_size(size)} pages "
+                              f"(there are {', '.join(map(format_size, pools)) or 'none'}): "
                               "make the Memory with hugetlb={size: number}")
     order = (size >> m.page_shift).bit_length() - 1
     if order != m.pmd_order and order != 2 * m.pmd_order:

@@ -1,8 +1,7 @@
 """mremap."""
 from libc.errno cimport EFAULT, EINVAL, ENOMEM
 from mmcore.core.pgtable cimport *
-from mmcore.core.vma cimport (do_munmap, find_area, vma_find, vma_granule, vma_insert, vma_isolate, vma_lookup, vma_merge,
-                              vma_remove)
+from mmcore.core.vma cimport do_munmap, find_area, vma_find, vma_granule, vma_insert, vma_isolate, vma_lookup, vma_merge
 from mmcore.core.zap cimport split_leaf
 
 cdef int prepare(mm_t *mm, vma_t *v, uint64_t start, uint64_t end, uint64_t delta) noexcept nogil:

@@ -1,4 +1,10 @@
-"""Sinks: PageList, PageRanges, and what Python code makes of leaves."""
+"""Sinks: PageList, PageRanges, and what Python code makes of leaves.
+
+Units: pages are handed on as a first Page and a number of base pages.
+Raises: what the methods of a subclass raise passes on.
+Threads: a sink is for one call at a time.
+Kernel: gup_output, of the review of 2020; not merged.
+"""
 from libc.errno cimport ENOMEM
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy

@@ -1,4 +1,10 @@
-"""Flags, page types, and the NumPy view of struct page and struct folio."""
+"""Flags, page types, and the NumPy view of struct page and struct folio.
+
+Units: bits of uint64 flags; types are the top byte of uint32 page_type; PAGE_DTYPE 64 bytes, FOLIO_DTYPE 256.
+Raises: nothing but what enums raise.
+Threads: plain values.
+Kernel: enum pageflags, enum pagetype, struct page, struct folio.
+"""
 import enum
 
 import numpy as np

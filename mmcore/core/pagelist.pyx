@@ -1,4 +1,10 @@
-"""Lists and runs of pages; alloc_pages_bulk, num_pages_contiguous."""
+"""Lists and runs of pages; alloc_pages_bulk, num_pages_contiguous.
+
+Units: PFNs and counts: uint64, one dimension; 0 stands for NULL.
+Raises: TypeError for what is no number, InvalidArgument for a PFN beyond the end, or a run that leaves the Memory.
+Threads: any number at once: a list never changes.
+Kernel: struct page ** and its length.
+"""
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.string cimport memcpy
 from mmcore.core.buddy cimport alloc_pages
@@ -32,7 +38,7 @@ cdef object checked_array(Memory mem, object pfns):
         try:
             pfns = np.array(pfns, dtype=np.uint64)
         except (OverflowError, ValueError):
-            raise InvalidArgument(f"a PFN in the list is negative or beyond 64 bits") from None
+            raise InvalidArgument("a PFN in the list is negative or beyond 64 bits") from None
     if pfns.ndim != 1:
         raise InvalidArgument(f"PFNs are a one-dimensional array, not of shape {pfns.shape}")
     if pfns.dtype.kind not in "iu" and len(pfns):

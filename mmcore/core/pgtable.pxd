@@ -184,7 +184,8 @@ cdef inline uint64_t *walk_find(const pgd_t *g, uint64_t addr, int *level, uint6
 cdef int pgd_init(pgd_t *g, mem_t *m) noexcept nogil                # 0, -ENOMEM
 cdef uint64_t table_alloc(pgd_t *g) noexcept nogil                  # an empty table's frame, or 0
 cdef void table_discard(pgd_t *g, uint64_t table) noexcept nogil    # one that was never linked
-cdef uint64_t table_make(pgd_t *g, uint64_t addr, int level, int *error) noexcept nogil    # the table of that level, or 0 with -ENOMEM; -EEXIST under a leaf
+# The table of that level, or 0 with -ENOMEM; -EEXIST under a leaf.
+cdef uint64_t table_make(pgd_t *g, uint64_t addr, int level, int *error) noexcept nogil
 cdef void table_unlinked(pgd_t *g, dead_t *dead, uint64_t table) noexcept nogil
 cdef void tables_unlink(pgd_t *g, dead_t *dead, uint64_t start, uint64_t end, uint64_t floor, uint64_t ceiling) noexcept nogil
 cdef void tables_free(pgd_t *g, dead_t *dead) noexcept nogil        # synchronizes first

@@ -34,6 +34,7 @@ cdef struct remap_t:
 
 cdef int unmap_folio(mem_t *m, uint64_t head) noexcept nogil        # anonymous: 0, -EBUSY (pinned), -ENOMEM (a leaf to split)
 cdef void remap_folio(mem_t *m, uint64_t old, uint64_t new, uint64_t mapping, uint64_t index, uint64_t nr) noexcept nogil
-cdef void unmap_file_folio(file_t *f, uint64_t head) noexcept nogil # f.lock held
+cdef void unmap_file_folio(file_t *f, uint64_t head) noexcept nogil  # f.lock held
 cdef int split_mapped(mem_t *m, uint64_t head, unsigned new_order) noexcept nogil
-cdef int reclaim_folio(mem_t *m, uint64_t head) noexcept nogil      # a small or large folio out: 0; -EBUSY, -EAGAIN, -ENOMEM. Takes the lock by trylock; the caller's reference goes
+# A small or large folio out: 0; -EBUSY, -EAGAIN, -ENOMEM. Takes the lock by trylock; the caller's reference goes.
+cdef int reclaim_folio(mem_t *m, uint64_t head) noexcept nogil

@@ -1,18 +1,20 @@
-"""Unmapping folios, splitting mapped ones, and reclaim."""
-from libc.errno cimport EAGAIN, EBUSY, EINVAL, ENOMEM
+"""Unmapping folios, splitting mapped ones, and reclaim.
+
+Units: a Folio in, a bool out.
+Raises: TypeError, InvalidArgument, BadPage.
+Threads: any number at once; it tries locks, and gives up where one is taken.
+Kernel: shrink_folio_list(), try_to_unmap().
+"""
+from libc.errno cimport EAGAIN, EBUSY, ENOMEM
 from mmcore.core.buddy cimport free_folio
 from mmcore.core.fault cimport vma_entry_bits
-from mmcore.core.file cimport file_drop, file_write_page
-from mmcore.core.folio cimport FREED, count_arg, folio_arg, put_refs, ref_add_unless_zero, refs_load, split
+from mmcore.core.file cimport file_write_page
+from mmcore.core.folio cimport folio_arg, ref_add_unless_zero, split
 from mmcore.core.lock cimport clear_dirty, mark_dirty, trylock, unlock
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *
 from mmcore.core.swap cimport swap_dup, swap_free, swap_store
 from mmcore.core.zap cimport put_mapping, rss_add, split_leaf
-
-import errno as _errno
-
-from .errors import InvalidArgument, MMError
 
 __all__ = ["reclaim"]
 

@@ -24,7 +24,7 @@ cdef extern from *:
     """
     const uint64_t MAP_ONE "MM_MAP_ONE"             # a mapping and its reference, in the word of both counts
     const uint64_t MAPPED_ONCE "MM_MAPPED_ONCE"     # one mapping, one reference
-    const uint64_t UNMAPPED_FREE "MM_UNMAPPED_FREE" # none, none
+    const uint64_t UNMAPPED_FREE "MM_UNMAPPED_FREE"  # none, none
 
 cdef inline void small_map_dup(page_t *page) noexcept nogil:
     """One more mapping of a small folio that is mapped already, with its reference."""

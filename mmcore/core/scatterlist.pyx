@@ -1,4 +1,11 @@
-"""Scatterlist tables: chunks, and tables and entries as Python sees them."""
+"""Scatterlist tables: chunks, and tables and entries as Python sees them.
+
+Units: offsets, lengths: bytes, uint32; DMA addresses: bytes, uint64; .entries: SG_DTYPE, one dimension.
+Raises: InvalidArgument for what does not fit, for tables that are freed, blank or foreign; MMError(EBUSY) for a table
+    that another thread uses.
+Threads: one at a time a table.
+Kernel: struct sg_table, struct sg_append_table, struct scatterlist.
+"""
 from libc.errno cimport ENOMEM
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
@@ -345,7 +352,7 @@ cdef class SGTable:
             if not self.chained:
                 return entry_handle(self, entry_at(&self.t, at), at)
             sg = self.t.sgl
-            for i in range(at):
+            for i in range(at):  # no-cython-lint
                 sg = next_sg(sg)
                 if sg == NULL:
                     raise IndexError(f"the list ends before entry {at}")

@@ -1,4 +1,10 @@
-"""Making and freeing scatterlist tables."""
+"""Making and freeing scatterlist tables.
+
+Units: nents: entries; offset, size, max_segment: bytes.
+Raises: TypeError, InvalidArgument, MMError(ENOMEM, EBUSY); the table is as it was.
+Threads: one at a time a table.
+Kernel: the functions of these names in scatterlist.c.
+"""
 from mmcore.core.folio cimport count_arg
 from mmcore.core.pagelist cimport PageList, PageRanges, as_pages
 from mmcore.core.sgappend cimport *

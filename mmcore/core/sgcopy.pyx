@@ -1,15 +1,20 @@
-"""Bytes of scatterlists: copies, zeroing, the mapping iterator."""
+"""Bytes of scatterlists: copies, zeroing, the mapping iterator.
+
+Units: bytes; buffers are anything with the buffer protocol, contiguous.
+Raises: TypeError, InvalidArgument, BadPage for free pages, before a byte moves; MMError(EBUSY).
+Threads: one at a time a table; copies run without the GIL.
+Kernel: the functions of these names, struct sg_mapping_iter.
+"""
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint8_t
 from libc.string cimport memcpy, memset
-from mmcore.core.buddy cimport alloc_frames
 from mmcore.core.folio cimport *
 from mmcore.core.sgiter cimport *
 from mmcore.core.unpin cimport folio_at
 
 import enum
 
-from .errors import BadPage, InvalidArgument, MMError
+from .errors import BadPage, InvalidArgument
 from .content import page_address
 
 __all__ = ["SG_MITER", "SG_MITER_ATOMIC", "SG_MITER_TO_SG", "SG_MITER_FROM_SG", "SG_MITER_LOCAL", "sg_miter",

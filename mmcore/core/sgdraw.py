@@ -1,4 +1,10 @@
-"""A scatterlist as text: where its bytes are in the list, in physical memory, and in which segments."""
+"""A scatterlist as text: where its bytes are in the list, in physical memory, and in which segments.
+
+Units: a table in, text out.
+Raises: TypeError, InvalidArgument for a freed table.
+Threads: one at a time a table.
+Kernel: none.
+"""
 from .errors import InvalidArgument
 from .scatterlist import SGTable
 from .size import format_size

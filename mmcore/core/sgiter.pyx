@@ -1,12 +1,14 @@
-"""Walking scatterlists, as Python sees it: entries, pages, DMA pages."""
-from mmcore.core.folio cimport count_arg, folio_order_of
+"""Walking scatterlists, as Python sees it: entries, pages, DMA pages.
+
+Units: entries and pages by index; sizes: bytes, uint64.
+Raises: TypeError, InvalidArgument for tables that are freed and entries that are blank.
+Threads: one at a time a table.
+Kernel: the functions and macros of these names in scatterlist.h.
+"""
+from mmcore.core.folio cimport count_arg
 from mmcore.core.pagelist cimport PageList, filling, new_pagelist
 
-import errno as _errno
-
-import numpy as np
-
-from .errors import InvalidArgument, MMError
+from .errors import InvalidArgument
 
 __all__ = [
     "for_each_sg", "sg_next", "sg_last", "sg_nents", "sg_nents_for_len", "sg_page", "sg_phys", "sg_dma_address",

@@ -1,4 +1,10 @@
-"""Tables from tables and from nothing: sg_split, sgl_alloc, sgl_free."""
+"""Tables from tables and from nothing: sg_split, sgl_alloc, sgl_free.
+
+Units: skip, sizes, length: bytes.
+Raises: TypeError, InvalidArgument, MMError(ENOMEM), with nothing left behind.
+Threads: one at a time a table.
+Kernel: sg_split(), sgl_alloc(), sgl_free().
+"""
 from libc.errno cimport EINVAL
 from libc.stdlib cimport free, malloc
 

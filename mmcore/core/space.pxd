@@ -133,8 +133,8 @@ cdef enum:
     MMF_HAS_PINNED = 1 << 27    # some FOLL_PIN was tried; never cleared, not inherited
     MAX_MAP_COUNT = 65530       # VMAs of an mm
     CACHE_NONE = 0              # entries of a page cache: nothing,
-    CACHE_RESERVED = 1          #   a reserved hugetlb page (1 is the zero page's PFN: never cached),
-                                #   the PFN of the page, or a swap slot with CACHE_SWAP
+    CACHE_RESERVED = 1          # a reserved hugetlb page (1 is the zero page's PFN: never cached),
+                                # the PFN of the page, or a swap slot with CACHE_SWAP
 cdef extern from *:
     """
     #define MM_CACHE_SWAP (1ULL << 62)

@@ -1,4 +1,10 @@
-"""The registry of address spaces, families, files and swap in one Memory; the constants under their kernel names."""
+"""The registry of address spaces, families, files and swap in one Memory; the constants under their kernel names.
+
+Units: bits of unsigned int, with the values of x86-64.
+Raises: nothing but what enums raise.
+Threads: plain values.
+Kernel: mman.h, mman-common.h.
+"""
 from libc.errno cimport ENOMEM
 from libc.stdlib cimport calloc, free, realloc
 

@@ -67,9 +67,8 @@ cdef int touch_table(mm_t *mm, vma_t *v, uint64_t *at, uint64_t end, bint write,
     return error
 
 cdef int touch_range(mm_t *mm, vma_t *v, uint64_t *addr, uint64_t end, bint write, uint64_t *faults) noexcept nogil:
-    cdef mem_t *m = mm.m
     cdef pgd_t *g = &mm.pgd
-    cdef uint64_t e, table, before
+    cdef uint64_t e, table
     cdef uint64_t *entry
     cdef int level, error = 0
     cdef int64_t n
@@ -111,7 +110,6 @@ cdef int touch_range(mm_t *mm, vma_t *v, uint64_t *addr, uint64_t end, bint writ
             if error:
                 return error
             continue
-        before = faults[0]
         error = touch_table(mm, v, addr, level_end(g, addr[0], end, 1), write, faults)
         if error == -EEXIST:
             error = 0

@@ -1,5 +1,11 @@
-"""The unpin family, release_pages, grab_pages, and the iterators as Python sees them."""
-from cpython.exc cimport PyErr_Occurred
+"""The unpin family, release_pages, grab_pages, and the iterators as Python sees them.
+
+Units: npages, refs: base pages; heads and counts: uint64 arrays.
+Raises: TypeError, InvalidArgument for numbers outside of the list, BadPage when a law would break, with nothing
+    changed.
+Threads: any number at once; each call drops the GIL once, and is not one atomic step for the others.
+Kernel: the functions of these names in gup.c and swap.c.
+"""
 from libc.errno cimport EINTR, ENOMEM
 from mmcore.core.buddy cimport free_folio
 from mmcore.core.hook cimport pin_watchers, pins_changed
@@ -7,7 +13,6 @@ from mmcore.core.pagelist cimport as_pages, new_pagelist, filling, pagelist_view
 
 import errno as _errno
 
-import numpy as np
 
 from .errors import BadPage, InvalidArgument, MMError
 from .folio import folio_put_refs
@@ -191,8 +196,7 @@ def for_each_compound_head(pages, npages=None):
 
     Folio and count are read when the iterator gets there; the caller holds references. v3 series, 2021.
     """
-    cdef group_t g
-    cdef uint64_t i = 0, n
+    cdef uint64_t n
     pages = as_pages(pages)
     cdef PageList plist = pages.to_pagelist() if isinstance(pages, PageRanges) else pages
     n = plist.n if npages is None else count_arg(npages, "npages", 0, plist.n)
@@ -274,7 +278,7 @@ def folio_runs(pages):
     return heads.pfns[:groups].copy(), counts.pfns[:groups].copy()
 
 
-# ---- the unpin family -----------------------------------------------------------------------------------------------------------------------
+# ---- the unpin family ----------------------------------------------------------------------------------------------
 def put_compound_head(folio, refs, flags=FOLL_PIN):
     """Drop refs pins (FOLL_PIN) or references (FOLL_GET) of a folio in one update. gup_put_folio() in later kernels.
 

@@ -447,7 +447,7 @@ cdef void batch_finish(batch_t *b) noexcept nogil:
     if b.dirtied != NULL:
         buffer_free(b.dirtied, b.dirtied_size)
 
-# ---- acquiring a given list -----------------------------------------------------------------------------------------------------------------------
+# ---- acquiring a given list ----------------------------------------------------------------------------------------
 cdef struct taken_t:            # what a grab counts, added once at its end
     uint64_t pins
     uint64_t ref_atomics
@@ -526,7 +526,7 @@ cdef int grab_list(mem_t *m, const uint64_t *pfns, uint64_t n, unsigned flags, u
     return error
 
 cdef int grab_range(mem_t *m, uint64_t pfn, uint64_t n, unsigned flags, uint64_t *done) noexcept nogil:
-    cdef uint64_t i = 0, k
+    cdef uint64_t i = 0
     cdef group_t g
     cdef int error = 0
     cdef taken_t t

@@ -156,7 +156,7 @@ cdef void zap_ptes(zap_t *z, uint64_t table, uint64_t addr, uint64_t end) noexce
 cdef void zap_one(zap_t *z, uint64_t e, int level) noexcept nogil:
     """Undo what one entry stood for; the entry itself is gone already."""
     cdef mem_t *m = z.m
-    cdef uint64_t pfn = pte_pfn(e), head, word
+    cdef uint64_t pfn = pte_pfn(e), head
     cdef page_t *page
     cdef int64_t *rss
     cdef bint huge

@@ -1,4 +1,10 @@
-"""Block I/O on user pages: vectors of pieces, merged where they touch, and what their completion gives back."""
+"""Block I/O on user pages: vectors of pieces, merged where they touch, and what their completion gives back.
+
+Units: offsets, lengths: bytes, unsigned int.
+Raises: TypeError, InvalidArgument, BadPage when pins are missing.
+Threads: one at a time a bio.
+Kernel: struct bio, struct bio_vec, bio_release_pages().
+"""
 from ..core.errors import InvalidArgument
 from ..core.folio import get_page, put_page, try_grab_folio
 from ..core.look import page_folio

@@ -1,4 +1,10 @@
-"""What a memory region allows: IB_ACCESS_* and the rules between them."""
+"""What a memory region allows: IB_ACCESS_* and the rules between them.
+
+Units: access: IB_ACCESS bits.
+Raises: TypeError, InvalidArgument, MMError(EACCES).
+Threads: plain values.
+Kernel: enum ib_access_flags, ib_check_mr_access().
+"""
 import enum
 import errno
 

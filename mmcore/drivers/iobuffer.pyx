@@ -7,8 +7,13 @@ Laws
     Failure     none of it stays; a release is all or nothing.
 
 Runs of pages are kept, not pages: a bvec follows from them by arithmetic.
+
+Units: addresses, lengths, offsets: bytes; pages: base pages.
+Raises: TypeError, InvalidArgument.
+Threads: any number at once; a lock a table and its clones.
+Kernel: struct io_mapped_ubuf, io_check_coalesce_buffer().
 """
-from libc.errno cimport EFAULT, EINTR, ENOMEM
+from libc.errno cimport EINTR, ENOMEM
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 from mmcore.core.folio cimport bad_page, count_arg
@@ -29,7 +34,7 @@ import threading
 import weakref
 from collections import namedtuple
 
-from ..core.errors import BadPage, InvalidArgument, MMError
+from ..core.errors import InvalidArgument, MMError
 from ..core.size import format_size
 from ..ledger import holding
 
@@ -127,7 +132,7 @@ cdef class RegisteredBuffer:
     @property
     def bvecs(self):
         """List (PFN of the first page, offset, length): the heads of folios, or pages."""
-        cdef uint64_t i, k, pfn, n, left = self.length, offset = self.offset, unit = ONE << self.folio_shift, length
+        cdef uint64_t i, pfn, n, left = self.length, offset = self.offset, unit = ONE << self.folio_shift, length
         cdef group_t g
         out = []
         self.mem.ptr()

@@ -1,6 +1,11 @@
 """io_uring fixed buffers: the table of a ring.
 
 Registering is all or nothing. Updating is not: the buffers before the one that failed stay, and are counted.
+
+Units: addresses, lengths: bytes; slots by index.
+Raises: TypeError, InvalidArgument, MMError with the errno of the system call.
+Threads: any number at once; a lock a table and its clones.
+Kernel: IORING_REGISTER_BUFFERS and its kin in rsrc.c.
 """
 import errno as _errno
 import threading
@@ -77,8 +82,10 @@ class BufferTable:
             self._slots = made
 
     def update(self, index, buffers):
-        """Replace slots from `index` on; returns how many were. The error of a later one is not told, as in the kernel; that
-        of the first is raised. Kernel: IORING_REGISTER_BUFFERS_UPDATE. Raises as register(), and MMError(ENXIO) without slots.
+        """Replace slots from `index` on; returns how many were.
+
+        The error of a later one is not told, as in the kernel; that of the first is raised. Raises as register(), and
+        MMError(ENXIO) without slots. Kernel: IORING_REGISTER_BUFFERS_UPDATE.
         """
         buffers = list(buffers)
         with self._lock:

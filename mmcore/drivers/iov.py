@@ -5,6 +5,11 @@ the pages behind them and moves the iterator on. Only user pages are pinned, by 
 the others holds what they live in.
 
 The kernel's address of a byte is its physical address here: the linear map, without the constant.
+
+Units: addresses, lengths: bytes; direction: ITER_DEST or ITER_SOURCE.
+Raises: TypeError, InvalidArgument, MMError(EFAULT, EIO); iterator and table are as they were.
+Threads: one at a time an iterator.
+Kernel: struct iov_iter, and the functions of these names.
 """
 from bisect import bisect_right
 

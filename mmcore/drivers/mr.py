@@ -1,4 +1,10 @@
-"""Protection domains and memory regions, in the manner of pyverbs."""
+"""Protection domains and memory regions, in the manner of pyverbs.
+
+Units: addresses, lengths: bytes; access: IB_ACCESS bits; keys: uint32.
+Raises: TypeError, InvalidArgument, MMError as ib_umem_get().
+Threads: any number at once; a lock a domain, a lock a region.
+Kernel: ibv_reg_mr(), struct ib_pd, struct ib_mr.
+"""
 import errno
 import itertools
 import threading

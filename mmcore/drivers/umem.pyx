@@ -7,6 +7,11 @@ Laws
     Generations acquire "list" (PAGES_PER_LIST pages a call, appended) and "sink" (leaves go straight into the table);
                 release "page" (a call a page: before 2021), "array" (lists of PAGES_PER_LIST pages: the RFC of December
                 2020) and "range" (a call an entry, runs by arithmetic: v3, February 2021). All leave one state.
+
+Units: addresses, sizes, page sizes: bytes; access: IB_ACCESS bits.
+Raises: TypeError, InvalidArgument, MMError; what was taken is given back.
+Threads: any number at once; one umem is for one thread at a time.
+Kernel: the functions of these names in umem.c, struct ib_umem.
 """
 from libc.errno cimport EFAULT, EINTR, ENOMEM
 from libc.stdlib cimport free, malloc
@@ -14,7 +19,7 @@ from libc.string cimport memset
 from mmcore.core.folio cimport bad_page, count_arg
 from mmcore.core.gup cimport gup_pages
 from mmcore.core.gup_args cimport gup_error
-from mmcore.core.gup_walk cimport WHY_OUTPUT, gup_t
+from mmcore.core.gup_walk cimport gup_t
 from mmcore.core.hook cimport pin_watchers
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.mm cimport MM
@@ -25,10 +30,9 @@ from mmcore.core.space cimport mm_t
 from mmcore.core.walk cimport *
 
 import errno as _errno
-from functools import partial
 
 from ..core.dma import Device, dma_map_sgtable, dma_unmap_sgtable
-from ..core.errors import BadPage, InvalidArgument, MMError
+from ..core.errors import InvalidArgument, MMError
 from ..core.scatterlist import SGAppendTable as _SGAppendTable
 from ..core.sgalloc import sg_free_append_table
 from ..core.sgcopy import sg_pcopy_to_buffer
@@ -340,7 +344,7 @@ cdef uint64_t release_ranges(batch_t *b, sgtable_t *t) noexcept nogil:
     """A walk an entry, a folio at a time; pages done."""
     cdef sg_t *sg = t.sgl
     cdef uint64_t i, n, got, done = 0
-    for i in range(t.orig_nents):       # the CPU's entries: there may be fewer DMA segments (T54)
+    for i in range(t.orig_nents):       # no-cython-lint: the CPU's entries: there may be fewer DMA segments (T54)
         n = sg_nr_pages(sg, b.m.page_shift)
         got = release_range(b, sg_first_pfn(sg, b.m.page_shift), n)
         done += got
@@ -352,8 +356,8 @@ cdef uint64_t release_ranges(batch_t *b, sgtable_t *t) noexcept nogil:
 cdef uint64_t release_arrays(batch_t *b, sgtable_t *t, uint64_t *list, uint64_t room, int gen) noexcept nogil:
     """The pages of the entries collected in a list, and a walk over that when it is full; pages done."""
     cdef sg_t *sg = t.sgl
-    cdef uint64_t i, pfn, n, k, used = 0, got, done = 0
-    for i in range(t.orig_nents):
+    cdef uint64_t i, pfn, n, used = 0, got, done = 0
+    for i in range(t.orig_nents):  # no-cython-lint
         pfn = sg_first_pfn(sg, b.m.page_shift)
         n = sg_nr_pages(sg, b.m.page_shift)
         while n:
@@ -374,7 +378,7 @@ cdef uint64_t release_pages_one_by_one(batch_t *b, sgtable_t *t) noexcept nogil:
     """A call a page, from the page iterator; pages done."""
     cdef sg_t *sg = t.sgl
     cdef uint64_t i, pfn, n, done = 0
-    for i in range(t.orig_nents):
+    for i in range(t.orig_nents):  # no-cython-lint
         pfn = sg_first_pfn(sg, b.m.page_shift)
         n = sg_nr_pages(sg, b.m.page_shift)
         while n:

@@ -1,4 +1,10 @@
-"""A umem as blocks of one size, which is what a device's page table holds: which sizes do, and where the blocks are."""
+"""A umem as blocks of one size, which is what a device's page table holds: which sizes do, and where the blocks are.
+
+Units: page sizes and addresses: bytes; bitmaps of sizes: uint64.
+Raises: TypeError, InvalidArgument for sizes that are none, and a umem that is released.
+Threads: one at a time a umem.
+Kernel: the functions of these names in umem.c and ib_umem.h.
+"""
 import numpy as np
 
 from ..core.errors import InvalidArgument

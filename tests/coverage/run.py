@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from collections import defaultdict
 from pathlib import Path
 

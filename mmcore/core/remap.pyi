@@ -1,0 +1,3 @@
+from .memory import Folio
+
+def reclaim(folio: Folio) -> bool: ...

@@ -1,0 +1,3 @@
+from .scatterlist import SGTable
+
+def sg_draw(sgt: SGTable, *, width: int = 64, max_pages: int = 1024) -> str: ...
