@@ -64,7 +64,7 @@ cdef class IOMMUDomain:
     cdef bint ready
     cdef readonly list windows      # [(first, last)] of IOVAs that it can translate; both inside
     cdef readonly list reserved     # [(first, last, kind)] of IOVAs that are not for DMA mappings
-    cdef public object holder       # the container it is attached to, or None
+    cdef public object holder       # a weak reference to the container it is attached to, or None
 
     cdef mem_t *enter(self) except NULL     # for the nogil calls above; leave() ends
     cdef void leave(self) noexcept

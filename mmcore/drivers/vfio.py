@@ -14,6 +14,7 @@ held while a device is told of an unmapping.
 """
 import errno
 import threading
+import weakref
 
 from ..core.errors import InvalidArgument, MMError
 from ..core.iommu import IOMMUDomain
@@ -323,7 +324,7 @@ class VFIOContainer:
                 raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address: map_dma() with "
                                            "VFIO_DMA_MAP_FLAG_VADDR first")
             if domain.holder is not None:
-                where = "this" if domain.holder is self else "another"
+                where = "this" if domain.holder() is self else "another"
                 raise InvalidArgument(f"{call}: the domain is attached to {where} container already")
             windows = self._windows_with(domain, call)
             if not msi_isolated and not self.allow_unsafe_interrupts:
@@ -331,7 +332,8 @@ class VFIOContainer:
                                            "allow_unsafe_interrupts=True takes that risk")
             self._replay(domain, current, call)
             self._attached.append(_Attached(domain))
-            domain.holder = self
+            # Weak: a container that is dropped gives its memory back at once, not at the next collection.
+            domain.holder = weakref.ref(self)
             self._windows = windows
             self.num_non_pinned_groups += 1
 

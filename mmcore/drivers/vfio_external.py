@@ -15,6 +15,7 @@ Laws
 Called with the container's lock held.
 """
 import errno
+import weakref
 
 from ..core.errors import InvalidArgument, MMError
 from ..core.pagelist import PageList
@@ -26,7 +27,7 @@ class VFIODevice:
     """Stand for an open device that pins by itself: made by VFIOContainer.register_device()."""
 
     def __init__(self, container, on_dma_unmap, domain):
-        self.container, self.on_dma_unmap, self.domain = container, on_dma_unmap, domain
+        self._container, self.on_dma_unmap, self.domain = weakref.ref(container), on_dma_unmap, domain
 
     @property
     def emulated(self):
@@ -35,7 +36,9 @@ class VFIODevice:
 
     def unregister(self):
         """Close the device: no more notices of unmapping. Does nothing the second time."""
-        self.container.unregister_device(self)
+        container = self._container()
+        if container is not None:
+            container.unregister_device(self)
 
     def __enter__(self):
         return self
@@ -44,7 +47,7 @@ class VFIODevice:
         self.unregister()
 
     def __repr__(self):
-        return f"<VFIODevice {'emulated' if self.emulated else 'behind an IOMMU'} of {self.container!r}>"
+        return f"<VFIODevice {'emulated' if self.emulated else 'behind an IOMMU'} of {self._container()!r}>"
 
 
 def covering(tree, iova, call):
