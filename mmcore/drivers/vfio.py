@@ -28,7 +28,7 @@ from .vfio_pin import ACQUIRES, RELEASES, vfio_change_dma_owner, vfio_pin_map_dm
 from .vfio_uapi import *
 from .vfio_uapi import __all__ as _uapi
 from .vfio_unmap import vfio_reaccount, vfio_unmap_domain, vfio_unmap_unpin
-from .vfio_window import excluded, inside, intersect, windows_of
+from .vfio_window import excluded, free_iova, inside, intersect, windows_of
 
 __all__ = ["VFIOContainer", "VFIODevice", "VFIOMapping", "VFIOPin", *_uapi]
 
@@ -129,6 +129,21 @@ class VFIOContainer:
         iova = word(iova, "iova")
         with self._lock:
             return self._attached[0].domain.iova_to_phys(iova) if self._attached else None
+
+    def find_iova(self, size, *, align=None):
+        """Return the lowest IOVA where size bytes could be mapped, a multiple of align (default: the smallest page).
+
+        Nothing is set aside. Raises MMError(ENOSPC) when no window has room. (type1 leaves this to its users; iommufd's
+        IOMMU_IOAS_MAP chooses.)
+        """
+        size, align = word(parse_size(size), "size", 1), self.pgsize if align is None else word(parse_size(align), "align", 1)
+        self._aligned(size | align, f"size {size:#x} and align {align:#x}", "find_iova")
+        with self._lock:
+            iova = free_iova(self._windows, [(dma.iova, dma.last) for dma in self._tree], size, align)
+        if iova is None:
+            raise MMError(errno.ENOSPC, f"find_iova: no window has {format_size(size)} free at a multiple of {format_size(align)}: "
+                                        f"{self._spelled(self._windows)}")
+        return iova
 
     # ---- mapping --------------------------------------------------------------------------------------------------------
     def map_dma(self, mm, vaddr, iova, size, flags=VFIO_DMA_MAP_FLAG_READ | VFIO_DMA_MAP_FLAG_WRITE, *, acquire=None):

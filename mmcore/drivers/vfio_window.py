@@ -46,3 +46,21 @@ def windows_of(domains):
 def inside(windows, first, last):
     """Is all of [first, last] in one window? Two that touch are two."""
     return any(a <= first and last <= b for a, b in windows)
+
+
+def free_iova(windows, taken, size, align):
+    """Return the lowest IOVA, a multiple of align, where size bytes are free inside one window; None.
+
+    taken: [(first, last)] in order. All in numbers without an end: aligning up never wraps.
+    """
+    for first, last in windows:
+        at = -(-first // align) * align
+        for a, b in taken:
+            if b < at:
+                continue
+            if a > at + size - 1:
+                break
+            at = -(-(b + 1) // align) * align
+        if at + size - 1 <= last:
+            return at
+    return None
