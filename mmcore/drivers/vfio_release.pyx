@@ -73,32 +73,36 @@ cdef uint64_t put_by_page(putting_t *u, uint64_t pfn, uint64_t n, bint dirty) no
     u.lookups += n
     return released
 
-cdef uint64_t put_by_folio(putting_t *u, uint64_t pfn, uint64_t n, bint dirty) noexcept nogil:
-    cdef uint64_t i = 0, released = 0
+cdef inline uint64_t put_folio_of(putting_t *u, uint64_t pfn, uint64_t n, bint dirty) noexcept nogil:
+    """The pages from pfn on that are in its folio, at most n."""
+    cdef page_t *page = &u.m.map[pfn]
     cdef group_t g
+    u.lookups += 1
+    # A small folio by itself: most have nothing to group, and cost what one page at a time costs.
+    if not (a64_load_relaxed(&page.compound_info) & 1 or page_is_head(page)):
+        put_group(u, pfn, False, 1, dirty)
+        return 1
+    next_in_range(u.m.map, pfn, n, &g)
+    if FAR * g.count < n:
+        prefetch_write(&u.m.map[pfn + FAR * g.count])
+    put_group(u, g.head, True, g.count, dirty)
+    return g.count
+
+cdef uint64_t put_by_folio(putting_t *u, uint64_t pfn, uint64_t n, bint dirty) noexcept nogil:
+    cdef uint64_t i = 0, done, released = 0
     while i < n:
         if is_invalid_reserved_pfn(u.m, pfn + i):
             i += 1
             continue
-        next_in_range(u.m.map, pfn + i, n - i, &g)
-        if i + FAR * g.count < n:
-            prefetch_write(&u.m.map[pfn + i + FAR * g.count])
-        put_group(u, g.head, g.nr_pages > 1, g.count, dirty)
-        u.lookups += 1
-        released += g.count
-        i += g.count
+        done = put_folio_of(u, pfn + i, n - i, dirty)
+        released += done
+        i += done
     return released
 
 cdef uint64_t put_by_range(putting_t *u, uint64_t pfn, uint64_t n, bint dirty) noexcept nogil:
     cdef uint64_t i = 0
-    cdef group_t g
     while i < n:
-        next_in_range(u.m.map, pfn + i, n - i, &g)
-        if i + FAR * g.count < n:
-            prefetch_write(&u.m.map[pfn + i + FAR * g.count])
-        put_group(u, g.head, g.nr_pages > 1, g.count, dirty)
-        u.lookups += 1
-        i += g.count
+        i += put_folio_of(u, pfn + i, n - i, dirty)
     return n
 
 cdef void log_groups(putting_t *u, uint64_t pfn, uint64_t n) noexcept nogil:
