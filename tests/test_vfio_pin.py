@@ -2,6 +2,7 @@
 import errno
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from mmcore import *
 from support import poke
@@ -164,6 +165,47 @@ def test_a_page_at_a_time_is_the_same_but_for_the_calls(buffer):
         rows = history(buffer, options, disable_hugepages=True)
         assert rows[5] == [len(rows[0])]
         assert rows[:5] + rows[7:] == plain[:5] + plain[7:]
+
+
+ORDERS = (0, 0, 2, 4, 9)
+
+
+def partition(mm, folios, replaced):
+    """Folios of these orders side by side, some of whose pages were replaced by others."""
+    sizes = [1 << order for order in folios]
+    addr = mm.mmap(sum(sizes) * PAGE + HUGE, PROT_READ | PROT_WRITE) + HUGE
+    addr &= ~(HUGE - 1)
+    at = addr
+    for order in sorted(folios, reverse=True):      # aligned to their sizes, whatever their number
+        if order == 9:
+            mm.madvise(at, HUGE, MADV_HUGEPAGE)
+        mm.touch(at, PAGE << order)
+        at += PAGE << order
+    for page in replaced:
+        page %= sum(sizes)
+        other, away = mapped(mm, PAGE), mm.mmap(PAGE)
+        mm.mremap(addr + page * PAGE, PAGE, PAGE, away)
+        mm.mremap(other, PAGE, PAGE, addr + page * PAGE)
+    return addr, sum(sizes)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(ORDERS), min_size=1, max_size=8), st.lists(st.integers(0, 4000), max_size=6, unique=True),
+       st.integers(0, 600), st.sampled_from(GENERATIONS[1:]), st.booleans(), st.sampled_from([(), (2,), (4,), (2, 4)]))
+def test_any_partition_into_folios(folios, replaced, skip, options, write, mthp):
+    def look(options):
+        mem = Memory("64M", thp="madvise", mthp=mthp, debug=True)
+        mm = MM(mem)
+        addr, nr = partition(mm, folios, replaced)
+        first = skip % nr
+        c = container(mem, **options)
+        c.map_dma(mm, addr + first * PAGE, 0, (nr - first) * PAGE, RW if write else READ)
+        rows = [translations(c, 0, (nr - first) * PAGE), pins(mem), mm.locked_vm, c.domains[0].map_calls, frames(mem)]
+        c.unmap_dma(0, 0, ALL)
+        rows.append(frames(mem))
+        over(c, mm)
+        return rows
+    assert look(options) == look(dict(acquire="page", release="page", remember_runs=False))
 
 
 @pytest.mark.parametrize("acquire", ACQUIRES)

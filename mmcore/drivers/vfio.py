@@ -608,7 +608,7 @@ class VFIOContainer:
         if not getattr(self, "closed", True) and not self.mem.closed:
             try:
                 self.close()
-            except RuntimeError:
+            except Exception:       # nobody is there to be told
                 pass
 
     def __repr__(self):
