@@ -1,7 +1,8 @@
 """VFIO type1: what a container maps for devices, in the exact order of the kernel's checks.
 
     vfio_dma        one mapping; their set
-    vfio_pin        pinning and mapping, by generation; external pins of single pages
+    vfio_pin        pinning and mapping, by generation
+    vfio_page       external pins of single pages; change of owner
     vfio_unmap      unmapping: regions, flushes
     vfio_release    releasing pages by generation; charges
     vfio_external   pin_pages, unpin_pages, dma_rw
@@ -21,10 +22,12 @@ from ..core.iommu import IOMMUDomain
 from ..core.memory import Memory
 from ..core.mm import MM
 from ..core.size import format_size, parse_size
-from . import vfio_dirty, vfio_external
+from . import vfio_dirty
 from .vfio_dma import DmaTree, VFIODma, VFIOMapping, VFIOPin, word
-from .vfio_external import VFIODevice
-from .vfio_pin import ACQUIRES, RELEASES, vfio_change_dma_owner, vfio_pin_map_dma, vfio_replay, vfio_unreplay
+from .vfio_dirty import DirtyPages
+from .vfio_external import ExternalPins, VFIODevice
+from .vfio_page import vfio_change_dma_owner, vfio_unpin_page_external
+from .vfio_pin import ACQUIRES, RELEASES, vfio_pin_map_dma, vfio_replay, vfio_unreplay
 from .vfio_uapi import *
 from .vfio_uapi import __all__ as _uapi
 from .vfio_unmap import vfio_reaccount, vfio_unmap_domain, vfio_unmap_unpin
@@ -43,7 +46,7 @@ class _Attached:
         self.domain, self.pinned_scope = domain, False
 
 
-class VFIOContainer:
+class VFIOContainer(ExternalPins, DirtyPages):
     """Model a VFIO container with a type1 IOMMU: VFIOContainer(mem, iommu_type=VFIO_TYPE1v2_IOMMU, *, ...).
 
     dma_entry_limit: mappings at most; disable_hugepages: a page a pin call; acquire: "sink", "batch" or "page"; release:
@@ -435,7 +438,7 @@ class VFIOContainer:
         for dma in self._tree:
             for pin in dma.pins():
                 for _ in range(pin.ref_count):
-                    vfio_external.vfio_unpin_page_external(dma, pin.iova, not self._attached, "detach")
+                    vfio_unpin_page_external(dma, pin.iova, not self._attached, "detach")
             try:
                 self._remove(dma, self._release_gen())
             except RuntimeError as error:
@@ -443,144 +446,6 @@ class VFIOContainer:
         self._tree.dmas.clear()
         if failed is not None:
             raise failed
-
-    # ---- devices that pin -------------------------------------------------------------------------------------------------
-    def register_device(self, on_dma_unmap, *, domain=None):
-        """Open a device whose driver pins pages by itself; returns a VFIODevice.
-
-        on_dma_unmap(iova, size) is called before memory that is pinned is unmapped, and must unpin it. domain: the attached
-        domain whose group it is in; None: an emulated device (mdev), whose group no IOMMU stands behind.
-        """
-        if not callable(on_dma_unmap):
-            raise TypeError(f"on_dma_unmap is called with (iova, size): it cannot be {on_dma_unmap!r}")
-        with self._lock:
-            self._open()
-            if domain is not None and domain not in self.domains:
-                raise InvalidArgument("register_device: the domain is not attached to the container")
-            device = VFIODevice(self, on_dma_unmap, domain)
-            self._devices.append(device)
-            return device
-
-    def unregister_device(self, device):
-        """Close a device; does nothing when it is closed. With the last emulated one and no domain, mappings go as well."""
-        with self._lock:
-            if device not in self._devices:
-                return
-            self._devices.remove(device)
-            if device.emulated and not self._attached and not self._emulated() and not self.closed:
-                self._remove_all()
-
-    def pin_pages(self, iova, npage, prot, *, device=None):
-        """Pin npage pages, the first one at an IOVA, for a driver; returns their PageList.
-
-        prot: IOMMU_READ, IOMMU_WRITE. device: who asks, where it matters whose group says what it uses (dirty tracking).
-        Raises MMError: EINVAL (nothing mapped, no device registered, no struct page), E2BIG (more than 512), EACCES (v1),
-        EOVERFLOW, EBUSY (addresses are invalid), EPERM (the mapping does not allow it), ENODEV (its process is gone), ENOMEM,
-        EFAULT. None of the pages is pinned then. Kernel: vfio_pin_pages().
-        """
-        call = "vfio_pin_pages"
-        iova, npage = word(iova, "iova"), word(npage, "npage", 1)
-        prot = word(prot, "prot", 0, 2**31 - 1)
-        most = self.mem.page_size // 8
-        if npage > most:
-            raise MMError(errno.E2BIG, f"{call} of {npage} pages: {most} a call at most", addr=iova)
-        with self._lock:
-            self._external(iova, npage * self.mem.page_size, call)
-            if self.vaddr_invalid_count:
-                raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address: map_dma() with "
-                                           "VFIO_DMA_MAP_FLAG_VADDR first", addr=iova)
-            if not self._devices:
-                raise InvalidArgument(f"{call}: no device is registered for notices of unmapping: register_device() first", addr=iova)
-            if device is not None and device not in self._devices:
-                raise InvalidArgument(f"{call}: the device is not registered here", addr=iova)
-            pages = vfio_external.pin_pages(self.mem, self._tree, iova, npage, prot, not self._attached, self.dirty_page_tracking, call)
-            for attached in self._attached:
-                if device is not None and device.domain is attached.domain and not attached.pinned_scope:
-                    attached.pinned_scope = True
-                    self.num_non_pinned_groups -= 1
-            return pages
-
-    def unpin_pages(self, iova, npage):
-        """Unpin what pin_pages() pinned at exactly these IOVAs; what is not pinned there is passed over.
-
-        Raises InvalidArgument where nothing is mapped, with nothing changed. Kernel: vfio_unpin_pages().
-        """
-        call = "vfio_unpin_pages"
-        iova, npage = word(iova, "iova"), word(npage, "npage", 1)
-        with self._lock:
-            self._external(iova, npage * self.mem.page_size, call)
-            vfio_external.unpin_pages(self.mem, self._tree, iova, npage, not self._attached, call)
-
-    def dma_rw(self, iova, data_or_len, write):
-        """Write bytes to memory by its IOVA, or read so many; returns the bytes read, or how many were written.
-
-        Raises MMError: EBUSY (addresses are invalid), EINVAL (nothing mapped), EPERM (not allowed, or the process is gone),
-        EFAULT (its memory is). Kernel: vfio_dma_rw().
-        """
-        call = "vfio_dma_rw"
-        iova, write = word(iova, "iova"), bool(write)
-        data = memoryview(data_or_len).cast("B") if write else None
-        length = len(data) if write else word(data_or_len, "length")
-        with self._lock:
-            self._open()
-            if self.vaddr_invalid_count:
-                raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address", addr=iova)
-            if length:
-                self._wraps(iova, length, "iova", call)
-            out = vfio_external.dma_rw(self._tree, iova, data, length, write, self.dirty_page_tracking, self._shift, call)
-            return length if write else out
-
-    # ---- dirty pages --------------------------------------------------------------------------------------------------------
-    def dirty_pages_start(self):
-        """Start tracking; does nothing when it is on. Raises MMError: EACCES (v1), EINVAL (too many pages), ENOMEM."""
-        self._dirty_pages(True)
-
-    def dirty_pages_stop(self):
-        """Stop tracking; does nothing when it is off. Raises MMError(EACCES) for v1."""
-        self._dirty_pages(False)
-
-    def _dirty_pages(self, on):
-        call = "VFIO_IOMMU_DIRTY_PAGES"
-        with self._lock:
-            self._open()
-            self._v2_only(call)
-            if on and not self.dirty_page_tracking:
-                vfio_dirty.start(self._tree, self._shift, call)
-            elif not on:
-                vfio_dirty.stop(self._tree)
-            self.dirty_page_tracking = on
-
-    def dirty_pages_get_bitmap(self, iova, size, pgsize=None, *, bitmap=None):
-        """Return the dirty bitmap of the mappings in [iova, iova + size) as bytes, a bit for each pgsize bytes, and clear them.
-
-        bitmap: where to put it instead, a writable buffer or (mm, addr, nbytes). Raises MMError: EACCES (v1), EINVAL (sizes, a
-        range that cuts a mapping, tracking is off), EOVERFLOW, EFAULT. Kernel: VFIO_IOMMU_DIRTY_PAGES, GET_BITMAP.
-        """
-        call = "VFIO_IOMMU_DIRTY_PAGES"
-        iova, size = word(iova, "iova"), word(parse_size(size), "size")
-        with self._lock:
-            self._open()
-            self._v2_only(call)
-            if size == 0:
-                raise InvalidArgument(f"{call}: GET_BITMAP of 0 bytes", addr=iova)
-            self._wraps(iova, size, "iova", call)
-            npages, out = size >> self._shift, None
-            if bitmap is None:
-                vfio_dirty.verify_bitmap_size(npages, DIRTY_BITMAP_BYTES(npages), call)
-                out = bitmap = bytearray(DIRTY_BITMAP_BYTES(npages))
-            bits = self._bitmap_arg(bitmap, pgsize, size, call)
-            if bits.pgsize != self.pgsize:
-                raise InvalidArgument(f"{call}: pgsize {bits.pgsize}: the bitmap has a bit for each {self.pgsize} bytes", addr=iova)
-            self._aligned(iova | size, f"iova {iova:#x} and size {size:#x}", call)
-            if not self.dirty_page_tracking:
-                raise InvalidArgument(f"{call}: tracking is off: dirty_pages_start() first", addr=iova)
-            self._uncut(iova, iova + size - 1, call)
-            dmas, at = self._tree.dmas, self._tree.first(iova)
-            while at < len(dmas) and dmas[at].iova < iova + size:
-                vfio_dirty.update_user_bitmap(bits, dmas[at], iova, self._shift, self._all_dirty(dmas[at]))
-                vfio_dirty.clear(dmas[at], self._shift)
-                at += 1
-            return bytes(out) if out is not None else None
 
     # ---- the end ------------------------------------------------------------------------------------------------------------
     def close(self):

@@ -6,12 +6,13 @@ Laws
     Reading clears, and sets again what is pinned by drivers at that moment; the bitmap of an unmap goes with the mapping.
     Bit n of a bitmap is the page n pages after the IOVA asked for, in words of 64 bits, least significant first.
 
-Called with the container's lock held.
+The functions are called with the container's lock held; DirtyPages takes it.
 """
 import errno
 
 from ..core.errors import InvalidArgument, MMError
 from ..core.mm import MM
+from ..core.size import parse_size
 from .vfio_dma import word
 from .vfio_uapi import DIRTY_BITMAP_BYTES, DIRTY_BITMAP_PAGES_MAX, DIRTY_BITMAP_SIZE_MAX
 
@@ -138,3 +139,58 @@ def clear(dma, shift):
     """Forget what was read, but for what drivers have pinned."""
     dma.bitmap = bytearray(len(dma.bitmap))
     seed(dma, shift)
+
+
+class DirtyPages:
+    """Dirty tracking of a container; VFIOContainer is one."""
+
+    def dirty_pages_start(self):
+        """Start tracking; does nothing when it is on. Raises MMError: EACCES (v1), EINVAL (too many pages), ENOMEM."""
+        self._dirty_pages(True)
+
+    def dirty_pages_stop(self):
+        """Stop tracking; does nothing when it is off. Raises MMError(EACCES) for v1."""
+        self._dirty_pages(False)
+
+    def _dirty_pages(self, on):
+        call = "VFIO_IOMMU_DIRTY_PAGES"
+        with self._lock:
+            self._open()
+            self._v2_only(call)
+            if on and not self.dirty_page_tracking:
+                start(self._tree, self._shift, call)
+            elif not on:
+                stop(self._tree)
+            self.dirty_page_tracking = on
+
+    def dirty_pages_get_bitmap(self, iova, size, pgsize=None, *, bitmap=None):
+        """Return the dirty bitmap of the mappings in [iova, iova + size) as bytes, a bit for each pgsize bytes, and clear them.
+
+        bitmap: where to put it instead, a writable buffer or (mm, addr, nbytes). Raises MMError: EACCES (v1), EINVAL (sizes, a
+        range that cuts a mapping, tracking is off), EOVERFLOW, EFAULT. Kernel: VFIO_IOMMU_DIRTY_PAGES, GET_BITMAP.
+        """
+        call = "VFIO_IOMMU_DIRTY_PAGES"
+        iova, size = word(iova, "iova"), word(parse_size(size), "size")
+        with self._lock:
+            self._open()
+            self._v2_only(call)
+            if size == 0:
+                raise InvalidArgument(f"{call}: GET_BITMAP of 0 bytes", addr=iova)
+            self._wraps(iova, size, "iova", call)
+            npages, out = size >> self._shift, None
+            if bitmap is None:
+                verify_bitmap_size(npages, DIRTY_BITMAP_BYTES(npages), call)
+                out = bitmap = bytearray(DIRTY_BITMAP_BYTES(npages))
+            bits = self._bitmap_arg(bitmap, pgsize, size, call)
+            if bits.pgsize != self.pgsize:
+                raise InvalidArgument(f"{call}: pgsize {bits.pgsize}: the bitmap has a bit for each {self.pgsize} bytes", addr=iova)
+            self._aligned(iova | size, f"iova {iova:#x} and size {size:#x}", call)
+            if not self.dirty_page_tracking:
+                raise InvalidArgument(f"{call}: tracking is off: dirty_pages_start() first", addr=iova)
+            self._uncut(iova, iova + size - 1, call)
+            dmas, at = self._tree.dmas, self._tree.first(iova)
+            while at < len(dmas) and dmas[at].iova < iova + size:
+                update_user_bitmap(bits, dmas[at], iova, self._shift, self._all_dirty(dmas[at]))
+                clear(dmas[at], self._shift)
+                at += 1
+            return bytes(out) if out is not None else None

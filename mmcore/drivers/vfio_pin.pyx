@@ -109,6 +109,7 @@ cdef int64_t follow_pfnmap(pinning_t *p, uint64_t vaddr, uint64_t npages, uint64
         p.pfn = pfn[0]
         if is_invalid_reserved_pfn(p.m, pfn[0]):
             error = <int64_t>min(npages, left >> p.m.page_shift)
+            p.why = PIN_GUP
         break
     pthread_rwlock_unlock(&mm.mmap_lock)
     return error
@@ -211,11 +212,16 @@ cdef int64_t pin_pages_remote(pinning_t *p, uint64_t vaddr, uint64_t npage, uint
         return got
     return <int64_t>pinned
 
-# ---- GUP: all of it -------------------------------------------------------------------------------------------------------
+# ---- GUP: runs ------------------------------------------------------------------------------------------------------------
 cdef struct gather_t:
     gup_output_t base
     pinning_t *p
     bint join                   # the next leaf may go on where the last run ends
+
+cdef enum:
+    PER_STEP = 512              # pages of the first step, and of all where leaves are small
+    STEP_GROWS = 8
+    LONG_RUN = 64               # pages: with longer runs, the next step is larger
 
 cdef uint64_t gather_take(gup_output_t *base, const uint64_t *leaf, uint64_t nr) noexcept nogil:
     cdef gather_t *out = <gather_t *>base
@@ -227,38 +233,38 @@ cdef uint64_t gather_take(gup_output_t *base, const uint64_t *leaf, uint64_t nr)
         out.join = True
     return nr
 
-cdef void gather(pinning_t *p, uint64_t npage) noexcept nogil:
-    """Pin all of it into runs. What stops it is in p.error: the runs before that are to be taken first."""
+cdef void gather(pinning_t *p) noexcept nogil:
+    """Pin the next step of it into runs. What stops it is in p.error: the runs before that are to be taken first.
+
+    Steps grow while leaves are large, and are a batch where they are not: what a step pinned is charged and mapped while its
+    struct pages are in the caches.
+    """
     cdef gather_t out
-    cdef uint64_t done = 0, pfn = 0
+    cdef uint64_t pfn = 0, runs = p.gathered.n, step = min(p.step, p.wanted_pages - p.gathered_pages)
     cdef int64_t got
     memset(&out, 0, sizeof(out))
     out.base.take = gather_take
     out.p = p
-    while done < npage:
-        out.join = p.gathered.n > 0 and not p.last_rsvd
-        out.base.error = 0
-        out.base.nr_pages = 0
-        got = gup_pages(&p.w, p.d.mm, p.d.vaddr + (done << p.m.page_shift), npage - done, pin_flags(p), False, False, &out.base)
-        if out.base.nr_pages:
-            p.last_rsvd = False
-        if got > 0:
-            done += <uint64_t>got
-            if out.base.error == 0:
-                continue
-            got = out.base.error
-        elif got != -EINTR:
-            got = follow_pfnmap(p, p.d.vaddr + (done << p.m.page_shift), npage - done, &pfn, got if got else -EFAULT)
-            if got > 0:
-                if add_run(&p.gathered, pfn, <uint64_t>got, p.last_rsvd):
-                    p.last_rsvd = True
-                    done += <uint64_t>got
-                    continue
-                p.why = PIN_NO_MEMORY
-                got = -ENOMEM
-        p.error = <int>got
-        p.at = p.d.vaddr + (done << p.m.page_shift)
+    out.join = runs > 0 and not p.last_rsvd
+    p.at = p.d.vaddr + (p.gathered_pages << p.m.page_shift)
+    got = gup_pages(&p.w, p.d.mm, p.at, step, pin_flags(p), False, False, &out.base)
+    p.gathered_pages += out.base.nr_pages
+    if out.base.nr_pages:
+        p.last_rsvd = False
+        p.step = p.step * STEP_GROWS if (p.gathered.n - runs) * LONG_RUN < step else PER_STEP
+    if got > 0:
+        p.error = out.base.error
         return
+    if got != -EINTR:
+        got = follow_pfnmap(p, p.at, p.wanted_pages - p.gathered_pages, &pfn, got if got else -EFAULT)
+        if got > 0:
+            if add_run(&p.gathered, pfn, <uint64_t>got, p.last_rsvd):
+                p.last_rsvd = True
+                p.gathered_pages += <uint64_t>got
+                return
+            p.why = PIN_NO_MEMORY
+            got = -ENOMEM
+    p.error = <int>got
 
 cdef void gathered_unpin(pinning_t *p) noexcept nogil:
     """Give back the runs that were not taken."""
@@ -269,11 +275,18 @@ cdef void gathered_unpin(pinning_t *p) noexcept nogil:
         p.next_run += 1
 
 cdef int64_t next_gathered(pinning_t *p, uint64_t vaddr, uint64_t *base) noexcept nogil:
-    """The next chunk, gathered before: charge it."""
+    """The next chunk, out of what is gathered: charge it."""
     cdef dma_t *d = p.d
     cdef run_t *run
     cdef int64_t acct, error
     cdef bint rsvd
+    # A run is complete when another one follows it, or nothing does.
+    while p.next_run + 1 >= p.gathered.n and p.gathered_pages < p.wanted_pages and p.error == 0:
+        if not p.remember and p.next_run and p.next_run < p.gathered.n:
+            p.gathered.run[0] = p.gathered.run[p.next_run]
+            p.gathered.n -= p.next_run
+            p.next_run = 0
+        gather(p)
     if p.next_run == p.gathered.n:
         return p.error
     run = &p.gathered.run[p.next_run]
@@ -314,8 +327,8 @@ cdef void map_all(pinning_t *p, const domains_t *to) noexcept nogil:
     cdef bint remember = p.remember
     cdef int error
     cdef unmapping_t z
-    if p.acquire == ACQUIRE_SINK:
-        gather(p, d.size >> shift)
+    p.wanted_pages = d.size >> shift
+    p.step = PER_STEP
     while done < d.size:
         if p.acquire == ACQUIRE_SINK:
             got = next_gathered(p, d.vaddr + done, &pfn)
@@ -517,105 +530,6 @@ def vfio_unreplay(VFIODma dma not None, IOMMUDomain new not None, int release):
             tell(mem, &log, -1)
     unmapping_failed(mem, &z)
 
-# ---- external pins ------------------------------------------------------------------------------------------------------------
-def vfio_pin_page_external(VFIODma dma not None, uint64_t iova, bint do_accounting, str call):
-    """Pin the page at an IOVA for a driver, or count one more user of it; returns its PFN."""
-    cdef pinning_t p
-    cdef Memory mem = dma.mm.mem
-    cdef vpfn_t *pin = find_vpfn(&dma.d, iova)
-    cdef uint64_t pfn = 0
-    cdef int64_t got
-    cdef bint rsvd
-    cdef runs_t log
-    if pin != NULL:
-        pin.ref_count += 1
-        return pin.pfn
-    check_alive(dma, call)
-    setup(&p, dma, ACQUIRE_PAGE, RELEASE_PAGE, True, False, None)
-    p.at = dma.d.vaddr + (iova - dma.d.iova)
-    mem.enter()
-    with nogil:
-        got = vaddr_get_pfns(&p, p.at, 1, &pfn)
-        p.error = <int>got if got < 0 else 0
-        p.size = 0
-        rsvd = got == 1 and is_invalid_reserved_pfn(p.m, pfn)
-        if got == 1:
-            if no_struct_page(p.m, pfn):
-                p.error, p.why, p.pfn = -EINVAL, PIN_PFNMAP, pfn
-            elif do_accounting and not rsvd:
-                p.error = charge(&p, 1)
-            if p.error == 0 and add_vpfn(&dma.d, iova, pfn) != 0:
-                p.error, p.why = -ENOMEM, PIN_NO_MEMORY
-                if do_accounting and not rsvd:
-                    lock_acct(&dma.d, -1)
-            if p.error and not rsvd:
-                put_pfns(&p.u, &dma.d, pfn, 1, RELEASE_PAGE)
-        teardown(&p)
-    mem.leave()
-    if p.error == -EINVAL:
-        raise MMError(_errno.EINVAL, f"{call}: IOVA {iova:#x} is PFN {pfn:#x}, which has no struct page: a driver cannot use it", addr=iova,
-                      pfn=pfn)
-    if p.error:
-        raise pin_failed(dma, &p, call)
-    if pin_watchers and not rsvd:
-        log.run = NULL
-        log.n = log.room = 0
-        log_chunk(&log, &mem.m, pfn, 1)
-        with holding(holder_name(dma)):
-            tell(mem, &log, 1)
-    return pfn
-
-
-def vfio_unpin_page_external(VFIODma dma not None, uint64_t iova, bint do_accounting, str call):
-    """Drop one user of the page at an IOVA, and its pin with the last one; tells whether there was a pin at all."""
-    cdef putting_t u
-    cdef Memory mem = dma.mm.mem
-    cdef vpfn_t *pin = find_vpfn(&dma.d, iova)
-    cdef uint64_t pfn, released
-    cdef runs_t log
-    if pin == NULL:
-        return False
-    pin.ref_count -= 1
-    if pin.ref_count:
-        return True
-    pfn = pin.pfn
-    log.run = NULL
-    log.n = log.room = 0
-    mem.enter()
-    with nogil:
-        putting_begin(&u, &mem.m, RELEASE_PAGE, &log if pin_watchers else NULL)
-        released = put_pfns(&u, &dma.d, pfn, 1, RELEASE_PAGE)
-        putting_end(&u)
-        del_vpfn(&dma.d, pin)
-        if do_accounting:
-            lock_acct(&dma.d, -<int64_t>released)
-    mem.leave()
-    if log.n:
-        with holding(holder_name(dma)):
-            tell(mem, &log, -1)
-    putting_failed(mem, &u, call)
-    return True
-
-# ---- change of owner ----------------------------------------------------------------------------------------------------------
-def vfio_change_dma_owner(VFIODma dma not None, MM mm not None, str call):
-    """Let another address space own a mapping: its charge moves there, if that one's limit allows."""
-    cdef dma_t *d = &dma.d
-    cdef uint64_t n = <uint64_t>d.locked_vm, now, limit
-    cdef mm_t *new = mm.ptr()
-    if mm is dma.mm:
-        return
-    limit = ~<uint64_t>0 if mm.rlimit_memlock is None else mm.rlimit_memlock >> d.m.page_shift
-    now = a64_load_relaxed(&new.locked_vm)
-    while True:
-        if not mm.cap_ipc_lock and n and now + n > limit:
-            raise MMError(_errno.ENOMEM, f"{call}: the {n} pages of the mapping at IOVA {d.iova:#x} on top of {now} locked already exceed "
-                                         f"RLIMIT_MEMLOCK ({limit} pages) of the new owner: raise it (ulimit -l), or give it "
-                                         "CAP_IPC_LOCK", addr=d.iova)
-        if a64_cas_acq_rel(&new.locked_vm, &now, now + n):
-            break
-    if not d.mm.exited:
-        a64_fetch_add_relaxed(&d.mm.locked_vm, <uint64_t>-<int64_t>n)
-    dma.own(mm)
 
 ACQUIRES = {"sink": <int>ACQUIRE_SINK, "batch": <int>ACQUIRE_BATCH, "page": <int>ACQUIRE_PAGE}
 RELEASES = {"range": <int>RELEASE_RANGE, "folio": <int>RELEASE_FOLIO, "page": <int>RELEASE_PAGE}
