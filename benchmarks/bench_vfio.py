@@ -18,7 +18,7 @@ def options(argv):
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", help="bytes of the buffers in 2 MiB folios (default: 16G; 256M with --quick)")
-    parser.add_argument("--base-size", help="bytes of the buffer in 4 KiB pages (default: 4G; 64M)")
+    parser.add_argument("--base-size", help="bytes of the buffer in 4 KiB pages, of which a quarter is scattered too (default: 4G; 64M)")
     parser.add_argument("--gigantic", help="bytes of the buffer in 1 GiB pages (default: 256G; 2G)")
     parser.add_argument("--rounds", type=int, help="rounds, in each of which every variant runs once (default: 9; 3)")
     parser.add_argument("--quick", action="store_true", help="smaller buffers and fewer rounds")
@@ -32,8 +32,8 @@ def options(argv):
     except ValueError as error:
         parser.error(str(error))
     args.rounds = (3 if args.quick else 9) if args.rounds is None else args.rounds
-    if args.rounds < 1 or any(size < part or size % part for size, part in ((args.size, 2 << 20), (args.base_size, 2 << 20), (args.gigantic, 1 << 30))):
-        parser.error("at least 1 round; --size and --base-size multiples of 2M, --gigantic of 1G")
+    if args.rounds < 1 or any(size < part or size % part for size, part in ((args.size, 2 << 20), (args.base_size, 8 << 20), (args.gigantic, 1 << 30))):
+        parser.error("at least 1 round; --size a multiple of 2M, --base-size of 8M, --gigantic of 1G")
     args.names = [name for name in vfio.CASES if not args.case or any(part in name for part in args.case)]
     if not args.names:
         parser.error(f"no case contains {args.case}; there are {', '.join(vfio.CASES)}")

@@ -12,9 +12,11 @@ from mmcore.core.iommu cimport *
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.mm cimport MM
 from mmcore.core.output cimport gup_output_t, leaf_count, leaf_pfn, leaf_word, release_leaves
+from mmcore.core.pagelist cimport contiguous
 from mmcore.core.pgtable cimport *
 from mmcore.core.space cimport *
 from mmcore.core.vma cimport vma_lookup
+from mmcore.drivers.pagearray cimport array_output_t, array_take
 
 import errno as _errno
 
@@ -24,23 +26,6 @@ from ..ledger import holding
 from .vfio_unmap import holder_name
 
 # ---- GUP: a batch -------------------------------------------------------------------------------------------------------
-cdef struct batch_output_t:     # the kernel's array of pages
-    gup_output_t base
-    uint64_t *pfn               # next to fill
-
-cdef uint64_t batch_take(gup_output_t *base, const uint64_t *leaf, uint64_t nr) noexcept nogil:
-    cdef batch_output_t *out = <batch_output_t *>base
-    cdef uint64_t *at = out.pfn
-    cdef uint64_t i, k, pfn, count
-    for i in range(nr):
-        pfn = leaf_pfn(leaf[i])
-        count = leaf_count(leaf[i])
-        for k in range(count):
-            at[k] = pfn + k
-        at += count
-    out.pfn = at
-    return nr
-
 cdef inline unsigned pin_flags(const pinning_t *p) noexcept nogil:
     return FOLL_PIN | FOLL_LONGTERM | FOLL_TOUCH | FOLL_REMOTE | (FOLL_WRITE if p.d.prot & DMA_WRITE else 0)
 
@@ -55,11 +40,11 @@ cdef void give_back(mem_t *m, uint64_t pfn, uint64_t n) noexcept nogil:
 
 cdef int64_t vaddr_get_pfns(pinning_t *p, uint64_t vaddr, uint64_t npages, uint64_t *pfn) noexcept nogil:
     """Pages into the batch, from vaddr on; or raw PFNs, and the batch stays empty. How many, or a negative errno."""
-    cdef batch_output_t out
+    cdef array_output_t out
     cdef int64_t got
     cdef uint64_t i
     memset(&out, 0, sizeof(out))
-    out.base.take = batch_take
+    out.base.take = array_take
     out.pfn = p.page
     got = gup_pages(&p.w, p.d.mm, vaddr, min(npages, p.capacity), pin_flags(p), False, False, &out.base)
     if mm_likely(got > 0):
@@ -115,20 +100,6 @@ cdef int64_t follow_pfnmap(pinning_t *p, uint64_t vaddr, uint64_t npages, uint64
     return error
 
 # ---- one chunk ------------------------------------------------------------------------------------------------------------
-cdef uint64_t num_contiguous(const uint64_t *pfns, uint64_t n) noexcept nogil:
-    """num_pages_contiguous(): how many from the first on follow each other, across folios."""
-    cdef uint64_t i = 1, k, different, first = pfns[0]
-    while i + 32 <= n:
-        different = 0
-        for k in range(32):
-            different |= pfns[i + k] ^ (first + i + k)
-        if different:
-            break
-        i += 32
-    while i < n and pfns[i] == first + i:
-        i += 1
-    return i
-
 cdef int over_limit(pinning_t *p, int64_t pages) noexcept nogil:
     """The look before a chunk is taken, at the caller's limit; equality is allowed."""
     cdef uint64_t now = a64_load_relaxed(&p.current.locked_vm)
@@ -186,7 +157,7 @@ cdef int64_t pin_pages_remote(pinning_t *p, uint64_t vaddr, uint64_t npage, uint
             if pfn != base[0] + pinned or is_invalid_reserved_pfn(p.m, pfn) != rsvd:
                 full = False
                 break
-            nr = num_contiguous(p.page + p.offset, p.size) if p.acquire == ACQUIRE_BATCH else 1
+            nr = contiguous(p.page + p.offset, p.size) if p.acquire == ACQUIRE_BATCH else 1
             acct = 0 if rsvd else <int64_t>nr - vpfn_pages(d, iova, nr)
             if acct and over_limit(p, lock + acct):
                 p.at = vaddr
