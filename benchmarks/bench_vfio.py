@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT))
 
 from mmcore.bench import report, vfio  # noqa: E402
 from mmcore.core.size import format_size, parse_size  # noqa: E402

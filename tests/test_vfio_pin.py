@@ -458,6 +458,22 @@ def test_pins_that_somebody_dropped_are_named(release):
     mem.check()
 
 
+def test_a_close_that_meets_lost_pins_is_finished_all_the_same():
+    mem, mm = machine()
+    addr = mapped(mm, 8 * PAGE)
+    c = container(mem, 2)
+    domains = c.domains
+    c.map_dma(mm, addr, 0, 4 * PAGE)
+    c.map_dma(mm, addr + 4 * PAGE, HUGE, 4 * PAGE)
+    unpin_user_page(mm.page_at(addr))
+    with pytest.raises(BadPage, match="pin underflow"):
+        c.close()
+    assert pins(mem) == mm.locked_vm == 0 and [d.stats["leaves"] for d in domains] == [0, 0]
+    for domain in domains:
+        VFIOContainer(mem).attach(domain)
+    mem.check()
+
+
 # ---- corners --------------------------------------------------------------------------------------------------------------------------
 def test_corner_c1_pfn_0_is_no_page():
     mem, mm = machine()

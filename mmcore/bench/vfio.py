@@ -52,7 +52,8 @@ def need_memory(size):
     except (OSError, ValueError):
         return
     if needed > free * 3 // 4:
-        raise NotPossible(f"a machine of {size / GIB:g} GiB has {needed / GIB:.1f} GiB of struct pages, and {free / GIB:.1f} GiB are free",
+        raise NotPossible(f"a machine of {size / GIB:g} GiB has {needed / GIB:.1f} GiB of struct pages, and "
+                          f"{free / GIB:.1f} GiB are free",
                           "take a smaller size")
 
 
@@ -280,7 +281,8 @@ def base_pages(setup, shuffled=False):
 def gigantic(setup):
     """256 GiB in 1 GiB pages."""
     case, name = f"{setup.gigantic >> 30} GiB of 1 GiB pages", "sink, runs kept"
-    bars = [Within("MAP", "time", ms=.5, note="published, 256 GiB: type1 99.36 ms, with a patch that was refused 0.20 ms; iommufd 144.65 ms"),
+    bars = [Within("MAP", "time", ms=.5, note="published, 256 GiB: type1 99.36 ms, with a patch that was refused 0.20 "
+                                              "ms; iommufd 144.65 ms"),
             Within("UNMAP", "time", ms=.5)]
     try:
         work = Work(setup.gigantic, "HUGETLBFS", gigantic=True)

@@ -15,15 +15,19 @@ LARGEST = 1 << 20               # GiB
 
 def add_arguments(parser):
     """Declare the options of the verb."""
-    parser.add_argument("size", metavar="SIZE_GB", type=_gigabytes, help="size of the buffer in GB (GiB); fractions are taken as well")
+    parser.add_argument("size", metavar="SIZE_GB", type=_gigabytes, help="size of the buffer in GB (GiB); fractions "
+                                                                         "are taken as well")
     parser.add_argument("--backing", choices=("MADV_HUGEPAGE", "MAP_POPULATE", "HUGETLBFS"),
-                        help="THPs, 4 KiB pages, or hugetlb pages of 2 MiB (default: the first two in turn, as the unit test)")
+                        help="THPs, 4 KiB pages, or hugetlb pages of 2 MiB (default: the first two in turn, as the "
+                             "unit test)")
     parser.add_argument("--loops", type=_positive, default=10, help="how often (default 10)")
     parser.add_argument("--acquire", choices=("sink", "batch", "page"), default="sink",
-                        help="page: each compared and charged (to 6.17); batch: runs of 512 (6.18); sink: one walk (default)")
+                        help="page: each compared and charged (to 6.17); batch: runs of 512 (6.18); sink: one walk "
+                             "(default)")
     parser.add_argument("--release", choices=("range", "folio", "page"), default="range",
                         help="page: put_pfn each (to 6.17); folio: the thread's; range: 6.18 (default)")
-    parser.add_argument("--ask", action="store_true", help="ask the IOMMU for every page at unmap, as the kernel does, instead of "
+    parser.add_argument("--ask", action="store_true", help="ask the IOMMU for every page at unmap, as the kernel "
+                                                           "does, instead of "
                                                            "remembering the runs")
     parser.add_argument("--compare", action="store_true", help="all generations, interleaved, with the published times")
 
@@ -66,7 +70,8 @@ def _print_comparison(report):
     from mmcore.bench import vfio
     from mmcore.live.units import format_size
 
-    print(f"{report['backing']}, {format_size(report['size'])}, median of {report['loops']} rounds of each, interleaved; ratios against "
+    print(f"{report['backing']}, {format_size(report['size'])}, median of {report['loops']} rounds of each, "
+          "interleaved; ratios against "
           f"{report['against']}. \"runs\": remembered, instead of asking the IOMMU for every page")
     rows = []
     for row in report["rows"]:

@@ -16,6 +16,7 @@ held while a device is told of an unmapping.
 import errno
 import threading
 import weakref
+from functools import partial
 
 from ..core.errors import InvalidArgument, MMError
 from ..core.iommu import IOMMUDomain
@@ -144,7 +145,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
         with self._lock:
             iova = free_iova(self._windows, [(dma.iova, dma.last) for dma in self._tree], size, align)
         if iova is None:
-            raise MMError(errno.ENOSPC, f"find_iova: no window has {format_size(size)} free at a multiple of {format_size(align)}: "
+            raise MMError(errno.ENOSPC, f"find_iova: no window has {format_size(size)} free at a multiple of "
+                                        f"{format_size(align)}: "
                                         f"{self._spelled(self._windows)}")
         return iova
 
@@ -179,13 +181,16 @@ class VFIOContainer(ExternalPins, DirtyPages):
                 self._set_vaddr(dma, mm, vaddr, iova, size, call)
                 return
             if dma is not None:
-                raise MMError(errno.EEXIST, f"{call}: IOVAs {iova:#x}-{iova + size - 1:#x} overlap the mapping {dma.iova:#x}-{dma.last:#x}: "
+                raise MMError(errno.EEXIST, f"{call}: IOVAs {iova:#x}-{iova + size - 1:#x} overlap the mapping "
+                                            f"{dma.iova:#x}-{dma.last:#x}: "
                                             "unmap_dma() that first", addr=dma.iova)
             if self.dma_avail == 0:
-                raise MMError(errno.ENOSPC, f"{call}: all {self.dma_entry_limit} mappings of the container (dma_entry_limit) are in use: "
+                raise MMError(errno.ENOSPC, f"{call}: all {self.dma_entry_limit} mappings of the container "
+                                            "(dma_entry_limit) are in use: "
                                             "unmap some, map larger ranges, or raise the limit", addr=iova)
             if not inside(self._windows, iova, iova + size - 1):
-                raise InvalidArgument(f"{call}: IOVAs {iova:#x}-{iova + size - 1:#x} are not inside one of the windows that the domains "
+                raise InvalidArgument(f"{call}: IOVAs {iova:#x}-{iova + size - 1:#x} are not inside one of the "
+                                      "windows that the domains "
                                       f"translate: {self._spelled(self._windows)}", addr=iova)
             dma = VFIODma.make(mm, vaddr, iova, size, prot)
             if dma.alloc_fails():
@@ -205,8 +210,10 @@ class VFIOContainer(ExternalPins, DirtyPages):
         if dma is None:
             raise MMError(errno.ENOENT, f"{call}: VADDR, and nothing is mapped at IOVA {iova:#x}", addr=iova)
         if not dma.vaddr_invalid or (dma.iova, dma.size) != (iova, size):
-            raise InvalidArgument(f"{call}: VADDR for IOVAs {iova:#x}-{iova + size - 1:#x}: the mapping there is {dma.iova:#x}-{dma.last:#x}, "
-                                  f"its address is {'in' if dma.vaddr_invalid else ''}valid. It must be the whole mapping, "
+            raise InvalidArgument(f"{call}: VADDR for IOVAs {iova:#x}-{iova + size - 1:#x}: the mapping there is "
+                                  f"{dma.iova:#x}-{dma.last:#x}, "
+                                  f"its address is {'in' if dma.vaddr_invalid else ''}valid. It must be the whole "
+                                  "mapping, "
                                   "invalidated by unmap_dma(..., VFIO_DMA_UNMAP_FLAG_VADDR)", addr=iova)
         vfio_change_dma_owner(dma, mm, call)
         dma.vaddr, dma.vaddr_invalid = vaddr, False
@@ -238,7 +245,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
         with self._lock:
             self._open()
             if invalidate and self._emulated():
-                raise MMError(errno.EBUSY, f"{call}: VADDR, and an emulated device is registered: it needs the addresses", addr=iova)
+                raise MMError(errno.EBUSY, f"{call}: VADDR, and an emulated device is registered: it needs the "
+                                           "addresses", addr=iova)
             self._aligned(iova, f"iova {iova:#x}", call)
             if everything:
                 if iova or size:
@@ -251,7 +259,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
                 self._wraps(iova, size, "iova", call)
                 last = iova + size - 1
             if dirty and (not self.dirty_page_tracking or bits.pgsize != self.pgsize):
-                raise InvalidArgument(f"{call}: GET_DIRTY_BITMAP needs dirty_pages_start() before, and pgsize {self.pgsize} (given: "
+                raise InvalidArgument(f"{call}: GET_DIRTY_BITMAP needs dirty_pages_start() before, and pgsize "
+                                      f"{self.pgsize} (given: "
                                       f"{bits.pgsize})", addr=iova)
             if self.v2 and not everything:
                 self._uncut(iova, last, call)
@@ -273,7 +282,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
                             for one in flagged:
                                 one.vaddr_invalid = False
                             self.vaddr_invalid_count -= len(flagged)
-                            raise InvalidArgument(f"{call}: the address of the mapping at IOVA {dma.iova:#x} is invalid already; "
+                            raise InvalidArgument(f"{call}: the address of the mapping at IOVA {dma.iova:#x} is "
+                                                  "invalid already; "
                                                   "nothing was invalidated", addr=dma.iova)
                         dma.vaddr_invalid = True
                         self.vaddr_invalid_count += 1
@@ -297,8 +307,10 @@ class VFIOContainer(ExternalPins, DirtyPages):
             notices = notices + 1 if waiting is stubborn else 1
             stubborn = waiting
             if notices > _NOTICES:
-                raise MMError(errno.EBUSY, f"{call}: the mapping at IOVA {waiting.iova:#x} has {waiting.nr_pins} external pins, and after "
-                                           f"{_NOTICES} notices to {len(self._devices)} devices still: their on_dma_unmap must "
+                raise MMError(errno.EBUSY, f"{call}: the mapping at IOVA {waiting.iova:#x} has {waiting.nr_pins} "
+                                           "external pins, and after "
+                                           f"{_NOTICES} notices to {len(self._devices)} devices still: their "
+                                           "on_dma_unmap must "
                                            "unpin_pages()", addr=waiting.iova)
             self._notify(waiting.iova, waiting.size)
 
@@ -339,14 +351,16 @@ class VFIOContainer(ExternalPins, DirtyPages):
         with self._lock:
             self._open()
             if self.vaddr_invalid_count:
-                raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address: map_dma() with "
+                raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address: "
+                                           "map_dma() with "
                                            "VFIO_DMA_MAP_FLAG_VADDR first")
             if domain.holder is not None:
                 where = "this" if domain.holder() is self else "another"
                 raise InvalidArgument(f"{call}: the domain is attached to {where} container already")
             windows = self._windows_with(domain, call)
             if not msi_isolated and not self.allow_unsafe_interrupts:
-                raise MMError(errno.EPERM, f"{call}: the group's interrupts are not isolated: any device could raise any of them; "
+                raise MMError(errno.EPERM, f"{call}: the group's interrupts are not isolated: any device could raise "
+                                           "any of them; "
                                            "allow_unsafe_interrupts=True takes that risk")
             self._replay(domain, current, call)
             self._attached.append(_Attached(domain))
@@ -359,11 +373,13 @@ class VFIOContainer(ExternalPins, DirtyPages):
         aperture = intersect(self._windows, domain.windows)
         for dma in self._tree:
             if not inside(aperture, dma.iova, dma.last):
-                raise InvalidArgument(f"{call}: the mapping {dma.iova:#x}-{dma.last:#x} is outside of what the domain translates: "
+                raise InvalidArgument(f"{call}: the mapping {dma.iova:#x}-{dma.last:#x} is outside of what the domain "
+                                      "translates: "
                                       f"{self._spelled(domain.windows)}", addr=dma.iova)
             for first, last in excluded(domain):
                 if dma.iova <= last and dma.last >= first:
-                    raise InvalidArgument(f"{call}: the mapping {dma.iova:#x}-{dma.last:#x} lies in the domain's reserved region "
+                    raise InvalidArgument(f"{call}: the mapping {dma.iova:#x}-{dma.last:#x} lies in the domain's "
+                                          "reserved region "
                                           f"{first:#x}-{last:#x}", addr=dma.iova)
         windows = windows_of([*self.domains, domain])
         if not windows:
@@ -453,13 +469,15 @@ class VFIOContainer(ExternalPins, DirtyPages):
         with self._lock:
             if self.closed:
                 return
-            self.closed = True
-            try:
-                self._devices.clear()
-                while self._attached:
-                    self._detach(self._attached[-1])
-            finally:
-                self._remove_all()
+            self.closed, failed = True, None
+            self._devices.clear()
+            for step in (*[partial(self._detach, attached) for attached in reversed(self._attached)], self._remove_all):
+                try:
+                    step()
+                except RuntimeError as error:
+                    failed = failed or error
+            if failed is not None:
+                raise failed
 
     def __enter__(self):
         self._open()
@@ -477,7 +495,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
                 pass
 
     def __repr__(self):
-        return (f"<VFIOContainer type1{'v2' if self.v2 else ''} {'closed' if self.closed else f'{len(self._tree)} mappings'}, "
+        return (f"<VFIOContainer type1{'v2' if self.v2 else ''} "
+                f"{'closed' if self.closed else f'{len(self._tree)} mappings'}, "
                 f"{len(self._attached)} domains>")
 
     # ---- shared checks --------------------------------------------------------------------------------------------------------
@@ -521,13 +540,15 @@ class VFIOContainer(ExternalPins, DirtyPages):
 
     def _aligned(self, value, what, call):
         if value % self.pgsize:
-            raise InvalidArgument(f"{call}: {what} must be multiples of {format_size(self.pgsize)}, the smallest page of the domains")
+            raise InvalidArgument(f"{call}: {what} must be multiples of {format_size(self.pgsize)}, the smallest page "
+                                  "of the domains")
 
     def _uncut(self, iova, last, call):
         for edge in (iova, last):
             dma = self._tree.find(edge, edge)
             if dma is not None and (dma.iova < iova or dma.last > last):
-                raise InvalidArgument(f"{call}: IOVAs {iova:#x}-{last:#x} cut the mapping {dma.iova:#x}-{dma.last:#x}: mappings go as a whole",
+                raise InvalidArgument(f"{call}: IOVAs {iova:#x}-{last:#x} cut the mapping "
+                                      f"{dma.iova:#x}-{dma.last:#x}: mappings go as a whole",
                                       addr=dma.iova)
 
     def _bitmap_arg(self, bitmap, pgsize, size, call):

@@ -57,14 +57,16 @@ class UserBits:
 def verify_bitmap_size(npages, size, call):
     """Refuse a bitmap that is too short for npages, or too long for anybody."""
     if not npages or not 0 < size <= DIRTY_BITMAP_SIZE_MAX or size < DIRTY_BITMAP_BYTES(npages):
-        raise InvalidArgument(f"{call}: a bitmap of {size} bytes for {npages} pages: it takes {DIRTY_BITMAP_BYTES(npages)} bytes, and "
+        raise InvalidArgument(f"{call}: a bitmap of {size} bytes for {npages} pages: it takes "
+                              f"{DIRTY_BITMAP_BYTES(npages)} bytes, and "
                               f"more than {DIRTY_BITMAP_SIZE_MAX} ({DIRTY_BITMAP_SIZE_MAX * 8} pages) are not taken")
 
 
 def alloc_bitmap(dma, call):
     """Give a mapping its bitmap; raises InvalidArgument when it is too large for one, MMError(ENOMEM)."""
     if dma.npages > DIRTY_BITMAP_PAGES_MAX:
-        raise InvalidArgument(f"{call}: the mapping at IOVA {dma.iova:#x} has {dma.npages} pages, and a dirty bitmap has at most "
+        raise InvalidArgument(f"{call}: the mapping at IOVA {dma.iova:#x} has {dma.npages} pages, and a dirty bitmap "
+                              "has at most "
                               f"{DIRTY_BITMAP_PAGES_MAX}: unmap it, or map it in parts", addr=dma.iova)
     bitmap = None
     if not dma.alloc_fails():
@@ -183,7 +185,8 @@ class DirtyPages:
                 out = bitmap = bytearray(DIRTY_BITMAP_BYTES(npages))
             bits = self._bitmap_arg(bitmap, pgsize, size, call)
             if bits.pgsize != self.pgsize:
-                raise InvalidArgument(f"{call}: pgsize {bits.pgsize}: the bitmap has a bit for each {self.pgsize} bytes", addr=iova)
+                raise InvalidArgument(f"{call}: pgsize {bits.pgsize}: the bitmap has a bit for each {self.pgsize} "
+                                      "bytes", addr=iova)
             self._aligned(iova | size, f"iova {iova:#x} and size {size:#x}", call)
             if not self.dirty_page_tracking:
                 raise InvalidArgument(f"{call}: tracking is off: dirty_pages_start() first", addr=iova)

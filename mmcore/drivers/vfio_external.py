@@ -62,7 +62,8 @@ def covering(tree, iova, call):
 def allowed(dma, iova, prot, call):
     """Raise unless a mapping allows what is asked."""
     if dma.prot & prot != prot:
-        raise MMError(errno.EPERM, f"{call}: the mapping at IOVA {dma.iova:#x} allows {_words(dma.prot)}, and {_words(prot)} is asked of "
+        raise MMError(errno.EPERM, f"{call}: the mapping at IOVA {dma.iova:#x} allows {_words(dma.prot)}, and "
+                                   f"{_words(prot)} is asked of "
                                    f"{iova:#x}: map it so", addr=iova)
 
 
@@ -103,7 +104,8 @@ def dma_rw(tree, iova, data, length, write, tracking, shift, call):
         dma = covering(tree, at, call)
         allowed(dma, at, 3 if write else 1, call)
         if not dma.mm_alive:
-            raise MMError(errno.EPERM, f"{call}: the process that mapped IOVA {dma.iova:#x} has exited: its memory is gone", addr=at)
+            raise MMError(errno.EPERM, f"{call}: the process that mapped IOVA {dma.iova:#x} has exited: its memory is "
+                                       "gone", addr=at)
         n = min(left, dma.last - at + 1)
         chunks.append((dma, at, n))
         at, left = at + n, left - n
@@ -165,10 +167,12 @@ class ExternalPins:
         with self._lock:
             self._external(iova, npage * self.mem.page_size, call)
             if self.vaddr_invalid_count:
-                raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address: map_dma() with "
+                raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address: "
+                                           "map_dma() with "
                                            "VFIO_DMA_MAP_FLAG_VADDR first", addr=iova)
             if not self._devices:
-                raise InvalidArgument(f"{call}: no device is registered for notices of unmapping: register_device() first", addr=iova)
+                raise InvalidArgument(f"{call}: no device is registered for notices of unmapping: register_device() "
+                                      "first", addr=iova)
             if device is not None and device not in self._devices:
                 raise InvalidArgument(f"{call}: the device is not registered here", addr=iova)
             pages = pin_pages(self.mem, self._tree, iova, npage, prot, not self._attached, self.dirty_page_tracking, call)
