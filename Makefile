@@ -42,6 +42,7 @@ bench: build
 	$(PY) benchmarks/bench_mm.py
 	$(PY) benchmarks/bench_mr.py
 	$(PY) benchmarks/bench_capture.py
+	$(PY) benchmarks/bench_vfio.py
 
 # Which lines of mmcore/ the suite runs; fails below 95 %.
 coverage: setup

@@ -63,6 +63,8 @@ from .drivers.umem import *
 from .drivers.umem import __all__ as _umem
 from .drivers.umem_blocks import *
 from .drivers.umem_blocks import __all__ as _umem_blocks
+from .drivers.vfio import *
+from .drivers.vfio import __all__ as _vfio
 from .ledger import PinLedger
 
 __version__ = "0.1.0"
@@ -70,4 +72,4 @@ __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Fol
            "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "PinLedger", "VM", "VMA", "Zone", "folio_address",
            "get_include", "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_ibaccess, *_iommu,
            *_iouring, *_iov, *_lock, *_look, *_memfd, *_migrate, *_mr, *_output, *_pagelist, *_scatterlist,
-           *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit, *_space, *_umem, *_umem_blocks, *_unpin]
+           *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit, *_space, *_umem, *_umem_blocks, *_unpin, *_vfio]

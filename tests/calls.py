@@ -1,7 +1,7 @@
 """Every public call, by what its arguments are: for calling all of them wrongly."""
 import mmcore as mmc
 from mmcore.core import dma, iommu, scatterlist, sgalloc, sgcopy, sgdraw, sgiter, sgsplit
-from mmcore.drivers import bio, ibaccess, iouring, iov, mr, umem, umem_blocks
+from mmcore.drivers import bio, ibaccess, iouring, iov, mr, umem, umem_blocks, vfio
 
 # What an argument is. `live`: the folio must not be free, also where the call only looks.
 FOLIO, LIVE_FOLIO, PAGE, LIVE_PAGE, PAGES, FOLIOS, MEMORY = "folio", "live folio", "page", "live page", "pages", "folios", "mem"
@@ -60,6 +60,8 @@ SCATTERLIST = {name for module in (scatterlist, sgalloc, sgcopy, sgdraw, sgiter,
 EXTRACTION = {*bio.__all__, *iov.__all__}
 # test_umem.py, test_mr.py and test_iouring.py call these wrongly.
 REGISTRATION = {name for module in (ibaccess, iouring, mr, umem, umem_blocks) for name in module.__all__}
+# test_vfio_*.py call these wrongly.
+VFIO = set(vfio.__all__)
 # Calls on address spaces and files: called wrongly in the tests of their own files.
 IN_SPACES = {"get_user_pages", "get_user_pages_fast", "get_user_pages_fast_only", "get_user_pages_remote",
              "get_user_pages_unlocked", "pin_user_pages", "pin_user_pages_fast", "pin_user_pages_remote",

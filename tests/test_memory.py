@@ -500,7 +500,7 @@ def test_wrong_injections_are_refused(site, nth):
     mmc.alloc_page(mem)
 
 
-@pytest.mark.parametrize("site", ["frame", "table", "list", "sg", "iommu_map", "migrate", "alloc"])
+@pytest.mark.parametrize("site", ["frame", "table", "list", "sg", "iommu_map", "iommu_unmap", "migrate", "alloc"])
 def test_every_site_can_be_armed(site):
     mem = Memory("4M")
     with mem.inject(site, 1000), unchanged(mem):

@@ -6,7 +6,7 @@ import pytest
 
 import mmcore as mmc
 from calls import (CALLS, CONSTANTS, Count, EXTRACTION, FOLIO, FOLIOS, IN_SPACES, LIVE_FOLIO, LIVE_PAGE, MEMORY, NOT_CALLED,
-                   PAGE, PAGES, REGISTRATION, SCATTERLIST,
+                   PAGE, PAGES, REGISTRATION, SCATTERLIST, VFIO,
                    arguments, consume, positions)
 from mmcore import BadPage, DevicePages, InvalidArgument, Memory, MMError, PageList
 from support import refused, unchanged
@@ -41,7 +41,7 @@ def wrong(name, index, value, mem, folio):
 
 def test_every_public_name_is_in_the_table():
     public = {name for name in mmc.__all__ if not name.startswith(CONSTANTS)}
-    assert public - NOT_CALLED - IN_SPACES - SCATTERLIST - EXTRACTION - REGISTRATION - {"live", "bench"} == CALLS.keys()
+    assert public - NOT_CALLED - IN_SPACES - SCATTERLIST - EXTRACTION - REGISTRATION - VFIO - {"live", "bench"} == CALLS.keys()
     assert all(name in dir(mmc) for name in mmc.__all__)
     assert len(mmc.__all__) == len(set(mmc.__all__))
 

@@ -39,7 +39,9 @@ cdef struct iommu_t:
     uint64_t mapped             # bytes mapped now
     uint64_t maps               # leaves ever written
     uint64_t unmaps             # leaves ever cleared
+    uint64_t map_calls          # iommu_map() that succeeded
     uint64_t syncs              # IOTLB flushes
+    uint64_t stale              # bytes unmapped since the last flush: a device may still reach them
     uint64_t walks              # iova_to_phys
     uint64_t nodes              # tables, the root included
 
@@ -52,12 +54,17 @@ cdef uint64_t iommu_unmap_fast(iommu_t *d, uint64_t iova, uint64_t size) noexcep
 cdef uint64_t iommu_unmap(iommu_t *d, uint64_t iova, uint64_t size) noexcept nogil
 cdef void iommu_sync(iommu_t *d) noexcept nogil
 cdef uint64_t iommu_iova_to_phys(iommu_t *d, uint64_t iova) noexcept nogil                  # ~0: not mapped
+# The same for each page from iova on, while they follow each other, at most to iova + size: bytes, 0 when iova is not mapped
+cdef uint64_t iommu_phys_run(iommu_t *d, uint64_t iova, uint64_t size, uint64_t *phys) noexcept nogil
 cdef uint64_t iommu_leaf_at(iommu_t *d, uint64_t iova) noexcept nogil                       # size of the leaf, 0: none
 
 cdef class IOMMUDomain:
     cdef readonly Memory mem
     cdef iommu_t d
     cdef bint ready
+    cdef readonly list windows      # [(first, last)] of IOVAs that it can translate; both inside
+    cdef readonly list reserved     # [(first, last, kind)] of IOVAs that are not for DMA mappings
+    cdef public object holder       # a weak reference to the container it is attached to, or None
 
     cdef mem_t *enter(self) except NULL     # for the nogil calls above; leave() ends
     cdef void leave(self) noexcept

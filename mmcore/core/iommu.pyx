@@ -229,17 +229,22 @@ cdef int iommu_map(iommu_t *d, uint64_t iova, uint64_t phys, uint64_t size, unsi
         error = map_leaves(d, iova + done, phys + done, (size - done) >> level_shift(d, level), level, prot & 7, &done)
     if error and done:
         unmap_range(d, iova, done)
+    d.map_calls += error == 0
     pthread_mutex_unlock(&d.lock)
     return error
 
 cdef uint64_t iommu_unmap_fast(iommu_t *d, uint64_t iova, uint64_t size) noexcept nogil:
     cdef uint64_t done
+    if d.m != NULL and mm_unlikely(inject_fails(d.m, INJECT_IOMMU_UNMAP)):
+        return 0
     pthread_mutex_lock(&d.lock)
     done = unmap_range(d, iova, size)
+    d.stale += done
     pthread_mutex_unlock(&d.lock)
     return done
 
 cdef void iommu_sync(iommu_t *d) noexcept nogil:
+    a64_store_relaxed(&d.stale, 0)
     a64_fetch_add_relaxed(&d.syncs, 1)
 
 cdef uint64_t iommu_unmap(iommu_t *d, uint64_t iova, uint64_t size) noexcept nogil:
@@ -260,6 +265,26 @@ cdef uint64_t iommu_iova_to_phys(iommu_t *d, uint64_t iova) noexcept nogil:
     pthread_mutex_unlock(&d.lock)
     return phys
 
+cdef uint64_t iommu_phys_run(iommu_t *d, uint64_t iova, uint64_t size, uint64_t *phys) noexcept nogil:
+    # A descent a page, as asking iommu_iova_to_phys() for each is; only the lock is taken once.
+    cdef uint64_t page = ONE << d.page_shift, done = 0, at
+    cdef uint64_t *entry
+    cdef int level
+    pthread_mutex_lock(&d.lock)
+    while done < size:
+        d.walks += 1
+        entry = find_leaf(d, iova + done, &level)
+        if entry == NULL:
+            break
+        at = (entry[0] & ~<uint64_t>IOMMU_LOW) | ((iova + done) & ((ONE << level_shift(d, level)) - 1))
+        if done == 0:
+            phys[0] = at
+        elif at != phys[0] + done:
+            break
+        done += page
+    pthread_mutex_unlock(&d.lock)
+    return done
+
 cdef uint64_t iommu_leaf_at(iommu_t *d, uint64_t iova) noexcept nogil:
     cdef uint64_t *entry
     cdef int level
@@ -272,12 +297,15 @@ cdef uint64_t iommu_leaf_at(iommu_t *d, uint64_t iova) noexcept nogil:
 cdef class IOMMUDomain:
     """Translate IOVAs to physical addresses, as an IOMMU with its own page tables does.
 
-    IOMMUDomain(mem, page_sizes=None): page_sizes are the leaf sizes it may use ("4K", "2M", "1G"; default: all that the
-    Memory's page size has). map(), unmap() and iova_to_phys() are the kernel's iommu_map(), iommu_unmap() and
-    iommu_iova_to_phys(); .stats counts what they cost.
+    IOMMUDomain(mem, *, page_sizes=None, windows=None, reserved=()): page_sizes are the leaf sizes it may use ("4K", "2M",
+    "1G"; default: all that the Memory's page size has). windows: [(first, last)] of IOVAs that it translates, both inside
+    (default: all of 64 bits); reserved: [(first, last)] or [(first, last, kind)], kind "reserved", "direct", "msi", or
+    "direct-relaxable", which may be mapped over. Those two bind the drivers that map (VFIO), as in the kernel, not map()
+    itself. map(), unmap() and iova_to_phys() are the kernel's iommu_map(), iommu_unmap() and iommu_iova_to_phys(); .stats
+    counts what they cost.
     """
 
-    def __init__(self, Memory mem not None, *, page_sizes=None):
+    def __init__(self, Memory mem not None, *, page_sizes=None, windows=None, reserved=()):
         cdef mem_t *m = mem.ptr()
         cdef uint64_t bitmap = 0
         if self.ready:
@@ -291,6 +319,11 @@ cdef class IOMMUDomain:
             bitmap |= <uint64_t>size
         if not bitmap & <uint64_t>page:
             raise InvalidArgument(f"a domain maps {format_size(possible[0])} leaves in any case: name it in page_sizes")
+        self.windows = merged([ranges_arg(window, "a window")[:2]
+                               for window in ([(0, NOT_MAPPED)] if windows is None else windows)])
+        if not self.windows:
+            raise InvalidArgument("windows=[]: a domain without an IOVA maps nothing")
+        self.reserved = sorted([ranges_arg(region, "a reserved region") for region in reserved])
         if iommu_init(&self.d, m.page_shift, bitmap):
             raise MMError(_errno.ENOMEM, "no memory for the root table of an IOMMU domain")
         self.mem = mem
@@ -321,6 +354,16 @@ cdef class IOMMUDomain:
         """Counts: leaves and bytes mapped now; leaves ever mapped and unmapped, syncs, iova_to_phys walks; tables."""
         return {"leaves": self.d.leaves, "bytes": self.d.mapped, "maps": self.d.maps, "unmaps": self.d.unmaps,
                 "syncs": self.d.syncs, "iova_to_phys": self.d.walks, "tables": self.d.nodes}
+
+    @property
+    def map_calls(self):
+        """Calls of iommu_map() that succeeded: one a stretch of physical memory."""
+        return self.d.map_calls
+
+    @property
+    def stale(self):
+        """Bytes that were unmapped since the last flush of the IOTLB: a device may still reach them."""
+        return self.d.stale
 
     def map(self, iova, phys, size, prot=3):
         """Map [iova, iova + size) to physical addresses from phys on; all are multiples of the page size.
@@ -375,6 +418,30 @@ cdef class IOMMUDomain:
 
     def __repr__(self):
         return f"<IOMMUDomain {self.d.leaves} leaves, {format_size(self.d.mapped)} mapped>"
+
+KINDS = ("reserved", "direct", "direct-relaxable", "msi")
+
+def ranges_arg(region, what):
+    """(first, last[, kind]) as a tuple of three, checked."""
+    if not isinstance(region, (tuple, list)) or not 2 <= len(region) <= 3:
+        raise InvalidArgument(f"{what} is (first, last), both inside, not {region!r}")
+    first, last = count_arg(region[0], "the first IOVA", 0, NOT_MAPPED), count_arg(region[1], "the last IOVA", 0, NOT_MAPPED)
+    kind = region[2] if len(region) == 3 else "reserved"
+    if last < first:
+        raise InvalidArgument(f"{what} from {first:#x} to {last:#x} ends before it starts")
+    if kind not in KINDS:
+        raise InvalidArgument(f"{what} of kind {kind!r}: it is one of {', '.join(KINDS)}")
+    return first, last, kind
+
+def merged(windows):
+    """Windows in order, those that overlap as one."""
+    done = []
+    for first, last in sorted(windows):
+        if done and first <= done[len(done) - 1][1]:
+            before = done.pop()
+            first, last = before[0], max(last, before[1])
+        done.append((first, last))
+    return done
 
 cdef object map_error(IOMMUDomain domain, int error, uint64_t iova, uint64_t phys, uint64_t size):
     what = f"mapping {size} bytes at IOVA {iova:#x} to {phys:#x}"

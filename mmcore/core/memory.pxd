@@ -64,6 +64,7 @@ cdef enum inject_site:
     INJECT_IOMMU_MAP
     INJECT_MIGRATE
     INJECT_ALLOC
+    INJECT_IOMMU_UNMAP
     NR_INJECT_SITES
 
 cdef enum device_type:          # enum memory_type of the kernel, in our order

@@ -56,7 +56,8 @@ Zone = namedtuple("Zone", "name start_pfn end_pfn present managed free")
 Zone.__doc__ = """One zone: PFNs [start_pfn, end_pfn); present, managed and free pages."""
 
 INJECT_SITES = {"frame": INJECT_FRAME, "table": INJECT_TABLE, "list": INJECT_LIST, "sg": INJECT_SG,
-                "iommu_map": INJECT_IOMMU_MAP, "migrate": INJECT_MIGRATE, "alloc": INJECT_ALLOC}
+                "iommu_map": INJECT_IOMMU_MAP, "migrate": INJECT_MIGRATE, "alloc": INJECT_ALLOC,
+                "iommu_unmap": INJECT_IOMMU_UNMAP}
 VMSTAT = {"nr_foll_pin_acquired": NR_FOLL_PIN_ACQUIRED, "nr_foll_pin_released": NR_FOLL_PIN_RELEASED,
           "nr_dirty": NR_DIRTY, "nr_writeback": NR_WRITEBACK, "nr_dirtied": NR_DIRTIED, "nr_written": NR_WRITTEN,
           "pgalloc": PGALLOC, "pgfree": PGFREE, "nr_poisoned": NR_POISONED}
@@ -391,7 +392,8 @@ cdef class Memory:
         """Make the nth occurrence of something that can fail, fail, within the with-statement.
 
         site: "frame" (a page frame), "table" (a page table), "list" (a page list), "sg" (a scatterlist chunk),
-        "iommu_map", "migrate", "alloc" (any other memory of the engine).
+        "iommu_map" (a leaf), "iommu_unmap" (a call, which then unmaps nothing), "migrate", "alloc" (any other memory of the
+        engine).
         """
         if site not in INJECT_SITES:
             raise InvalidArgument(f"inject({site!r}): sites are {', '.join(INJECT_SITES)}")

@@ -23,11 +23,12 @@ from mmcore.core.gup_walk cimport gup_t
 from mmcore.core.hook cimport pin_watchers
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.mm cimport MM
-from mmcore.core.output cimport gup_output_t, leaf_count, leaf_pfn, leaf_word, release_leaves
+from mmcore.core.output cimport leaf_word, release_leaves
 from mmcore.core.scatterlist cimport *
 from mmcore.core.sgoutput cimport *
 from mmcore.core.space cimport mm_t
 from mmcore.core.walk cimport *
+from mmcore.drivers.pagearray cimport array_output_t, array_take
 
 import errno as _errno
 
@@ -106,23 +107,6 @@ cdef class IBUmem:
                 f"{self.sgt.orig_nents} entries, {self.sgt.nents} DMA segments>")
 
 # ---- acquiring --------------------------------------------------------------------------------------------------------------
-cdef struct array_output_t:             # the kernel's array of pages
-    gup_output_t base
-    uint64_t *pfn                       # next to fill
-
-cdef uint64_t array_take(gup_output_t *base, const uint64_t *leaf, uint64_t nr) noexcept nogil:
-    cdef array_output_t *out = <array_output_t *>base
-    cdef uint64_t *at = out.pfn
-    cdef uint64_t i, k, pfn, count
-    for i in range(nr):
-        pfn = leaf_pfn(leaf[i])
-        count = leaf_count(leaf[i])
-        for k in range(count):
-            at[k] = pfn + k
-        at += count
-    out.pfn = at
-    return nr
-
 cdef struct pinning_t:                  # one ib_umem_get(), from its first pin to the complete table
     mem_t *m
     mm_t *mm
