@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 
-VERBS = ("register", "gup-test", "mr-test", "stress")        # one module of this package each: mr-test is mr_test.py
+VERBS = ("register", "gup-test", "mr-test", "stress", "bench")     # one module of this package each: mr-test is mr_test.py
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
