@@ -217,12 +217,12 @@ def fixed_buffers(setup):
 
 
 def vfio(setup):
-    """VFIO type1, where mmcore.bench.vfio is built: table(size, rounds, sweep) returns rows."""
+    """VFIO type1, where mmcore.bench.vfio is built: its CASES, measured, with what each row's bars name as before."""
     try:
         module = importlib.import_module("mmcore.bench.vfio")
     except ImportError:
         return []
-    return of_rows("VFIO type1 map and unmap", module.table(setup.size, setup.rounds, setup.sweep))
+    return of_rows("VFIO type1 map and unmap", module.measure(list(module.CASES), setup.size, setup.rounds))
 
 
 TABLES = {"release": release_by_heads, "device-dax": device_leaves, "rdma": registration, "vfio": vfio, "fixed buffers": fixed_buffers}
