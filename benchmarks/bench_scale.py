@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure how pin + unpin grows with the size of a buffer and with threads, and the real memory of a modelled GiB.
 
-Sizes go from 1 GiB to --largest by factors of 8. A struct page is 64 bytes: 1 TiB takes 16 GiB of real memory, and what does not fit in
---memory is left out and named.
+Sizes go from 1 GiB to --largest by factors of 8. A struct page is 64 bytes: 1 TiB takes 16 GiB of real memory, and what
+does not fit in --memory is left out and named.
 """
 import argparse
 import os
@@ -30,15 +30,18 @@ def main(argv=None):
     parser.add_argument("--largest", default="1T", help="largest buffer in 2 MiB leaves (default 1T)")
     parser.add_argument("--base-largest", default="64G", help="largest buffer in base pages (default 64G)")
     parser.add_argument("--memory", help="real memory that may be taken (default: half of what is free)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="most threads (default: one a processor)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1,
+                        help="most threads (default: one a processor)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds (default 9)")
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON too; - writes them instead of the table")
     args = parser.parse_args(argv)
     try:
-        largest, base, memory = parse_size(args.largest), parse_size(args.base_largest), parse_size(args.memory or available())
+        largest, base, memory = parse_size(args.largest), parse_size(args.base_largest), parse_size(args.memory
+                                                                                                    or available())
     except ValueError as error:
         parser.error(str(error))
-    if args.rounds < 1 or not 1 <= args.threads <= 64 or min(largest, base) < 1 << 30 or largest % (2 << 20) or base % 4096:
+    if args.rounds < 1 or not 1 <= args.threads <= 64 or min(largest,
+                                                             base) < 1 << 30 or largest % (2 << 20) or base % 4096:
         parser.error("at least 1 round, 1 to 64 threads, and 1G")
     rows, left_out = scale.measure(args.rounds, largest, base, memory, args.threads)
     if args.json:

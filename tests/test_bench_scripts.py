@@ -15,10 +15,11 @@ pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="the benchmarks 
 
 
 def script(name, *words, timeout=300):
-    return subprocess.run([sys.executable, str(BENCHMARKS / name), *words], capture_output=True, text=True, timeout=timeout)
+    return subprocess.run([sys.executable, str(BENCHMARKS / name), *words], capture_output=True, text=True,
+                          timeout=timeout)
 
 
-# ---- calls ---------------------------------------------------------------------------------------------------------------------
+# ---- calls -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", calls.CALLS)
 def test_each_call_runs_and_leaves_a_lawful_memory(name):
     scene = calls.Scene()
@@ -37,25 +38,28 @@ def test_the_limits_are_those_promised():
 
 def test_calls_by_pyperf():
     pytest.importorskip("pyperf")
-    done = script("bench_calls.py", "--quiet", "--processes", "1", "--values", "1", "--warmups", "0", "--min-time", "0.0001")
+    done = script("bench_calls.py", "--quiet", "--processes", "1", "--values", "1", "--warmups", "0", "--min-time",
+                  "0.0001")
     # Which limits are met is not asserted: 1 says that one is not.
     assert done.returncode in (0, 1), done.stderr
     assert done.stdout.count("must reach <=") == 6 and "import mmcore after NumPy" in done.stdout
 
 
 def test_without_pyperf():
-    done = subprocess.run([sys.executable, "-c", f"import sys, runpy; sys.modules['pyperf'] = None; runpy.run_path({str(BENCHMARKS / 'bench_calls.py')!r})"],
-                          capture_output=True, text=True)
+    path = str(BENCHMARKS / "bench_calls.py")
+    code = f"import sys, runpy; sys.modules['pyperf'] = None; runpy.run_path({path!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "pip install 'mmcore[bench]'" in done.stderr
 
 
-# ---- scaling -------------------------------------------------------------------------------------------------------------------
+# ---- scaling ---------------------------------------------------------------------------------------------------------
 def test_sizes_fit_the_budget():
     gib = scale.GIB
     assert scale.sizes("thp", 64 * gib, 1 << 50) == ([gib, 8 * gib, 64 * gib], "")
     assert scale.sizes("base", 20 * gib, 1 << 50)[0] == [gib, 8 * gib, 20 * gib]
     found, why = scale.sizes("thp", 1 << 40, 2 * gib)
-    assert found == [gib, 8 * gib, 64 * gib] and why.startswith("512G needs 11.4 GiB of real memory, 2.0 GiB are allowed")
+    assert found == [gib, 8 * gib, 64 * gib]
+    assert why.startswith("512G needs 11.4 GiB of real memory, 2.0 GiB are allowed")
     assert scale.sizes("base", gib, 1)[0] == []
 
 
@@ -78,12 +82,13 @@ def test_peak_memory_is_that_of_the_new_process():
     assert MIB <= peak < 100 * MIB
 
 
-@pytest.mark.parametrize("words", [["--rounds", "0"], ["--threads", "0"], ["--largest", "x"], ["--largest", "1M"], ["--memory", "x"]])
+@pytest.mark.parametrize("words", [["--rounds", "0"], ["--threads", "0"], ["--largest", "x"], ["--largest", "1M"],
+                                   ["--memory", "x"]])
 def test_wrong_options_of_scaling(words):
     assert script("bench_scale.py", *words).returncode == 2
 
 
-# ---- instructions --------------------------------------------------------------------------------------------------------------
+# ---- instructions ----------------------------------------------------------------------------------------------------
 def test_every_loop_runs():
     for make, job in gate.LOOPS.values():
         scene = make()
@@ -103,7 +108,8 @@ def test_what_fails():
 def counts(tmp_path):
     def write(name, factor=1.0, **setting):
         path = tmp_path / name
-        path.write_text(json.dumps({"setting": gate.setting() | setting, "instructions_per_page": {"a loop": 100 * factor, "another": 5}}))
+        path.write_text(json.dumps({"setting": gate.setting() | setting,
+                                    "instructions_per_page": {"a loop": 100 * factor, "another": 5}}))
         return str(path)
     return write
 
@@ -116,7 +122,8 @@ def test_the_gate_fails_on_more_than_5_percent(counts):
 
 
 def test_another_compiler_does_not_compare(counts):
-    done = script("bench_gate.py", "--file", counts("stored.json", compiler="cc 1.0"), "--counts", counts("now.json", 3))
+    done = script("bench_gate.py", "--file", counts("stored.json", compiler="cc 1.0"), "--counts",
+                  counts("now.json", 3))
     assert done.returncode == 77 and "not comparable" in done.stderr and "cc 1.0" in done.stderr
 
 
@@ -129,7 +136,8 @@ def test_update_and_a_missing_file(counts, tmp_path):
 
 def test_without_valgrind(monkeypatch):
     import os
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "bench_gate.py")], capture_output=True, text=True, env={**os.environ, "PATH": "/nonexistent"})
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "bench_gate.py")], capture_output=True, text=True,
+                          env={**os.environ, "PATH": "/nonexistent"})
     assert done.returncode == 77 and "apt-get install valgrind" in done.stderr
 
 

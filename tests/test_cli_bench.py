@@ -24,17 +24,20 @@ def entries(report, **which):
     return [entry for entry in report["entries"] if all(entry[name] == value for name, value in which.items())]
 
 
-# ---- the run -------------------------------------------------------------------------------------------------------------------
+# ---- the run ---------------------------------------------------------------------------------------------------------
 def test_every_table_of_the_seeds_is_there(saved):
     _, text, report = saved
     published = {(entry["scenario"], entry["before"], entry["after"]): round(entry["published_ratio"], 2)
                  for entry in report["entries"] if entry["published_ratio"]}
-    for key, ratio in {("THP", "page", "head"): 3.78, ("1 GiB hugetlb", "page", "head"): 3.19, ("get", "page", "leaf"): 16.85,
+    for key, ratio in {("THP", "page", "head"): 3.78, ("1 GiB hugetlb", "page", "head"): 3.19,
+                       ("get", "page", "leaf"): 16.85,
                        ("pin", "page", "leaf"): 21.33, ("longterm pin", "page", "leaf"): 10.53,
-                       ("THP", "list + page", "list + range"): 4.56, ("devdax", "list + page", "list + array, head"): 1.92,
+                       ("THP", "list + page", "list + range"): 4.56,
+                       ("devdax", "list + page", "list + array, head"): 1.92,
                        ("hugetlb", "list + page", "list + array, head"): 2.30}.items():
         assert published[key] == ratio
-    for words in ("87.6 -> 23.2 ms", "150 -> 8.9 ms", "31617.9 -> 16426 us", "scenario", "verdict", "published", "kernel", "C peer",
+    for words in ("87.6 -> 23.2 ms", "150 -> 8.9 ms", "31617.9 -> 16426 us", "scenario", "verdict", "published",
+                  "kernel", "C peer",
                   "memory itself", "NumPy", "Cython"):
         assert words in text
     built = tables.importlib.util.find_spec("mmcore.bench.vfio") is not None
@@ -62,7 +65,8 @@ def test_peers_and_kernel_have_a_figure_or_a_reason(saved):
         assert entry["peer"].get("missing") or entry["peer"]["ns_per_page"] > 0
         for why in (entry["kernel"].get("missing"), entry["peer"].get("missing")):
             assert not why or why in text
-    assert set(report["floor_ns_per_page"]) == {"read a list of PFNs", "write a list of PFNs", "read one word of each struct page"}
+    assert set(report["floor_ns_per_page"]) == {"read a list of PFNs", "write a list of PFNs",
+                                                "read one word of each struct page"}
 
 
 def test_csv_has_the_same_lines(saved):
@@ -77,14 +81,16 @@ def test_csv_has_the_same_lines(saved):
 def test_one_table_as_json():
     done = mmcore("bench", "--quick", "--size", "64M", "--table", "device-dax", "--json", "--rounds", "10")
     report = json.loads(done.stdout)
-    assert {entry["scenario"] for entry in report["entries"]} == {"get", "pin", "longterm pin"} and report["rounds"] == 10
+    assert {entry["scenario"] for entry in report["entries"]} == {"get", "pin", "longterm pin"}
+    assert report["rounds"] == 10
 
 
-# ---- what is said about ratios -----------------------------------------------------------------------------------------------------
+# ---- what is said about ratios ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("before, after, verdict, ratio", [
     ([20] * 9, [10] * 9, "win", 2), ([10] * 9, [20] * 9, "loss", 0.5), ([10, 11, 12] * 3, [11] * 9, "even", 1),
     ([20] * 7 + [9, 9], [10] * 9, "even", 2),            # one round may be out of line, not two
-    ([20] * 8 + [5], [10] * 9, "win", 2), ([20, 20], [10, 10], "too few rounds", 2), ([20] * 3 + [9], [10] * 4, "even", 2),
+    ([20] * 8 + [5], [10] * 9, "win", 2), ([20, 20], [10, 10], "too few rounds", 2),
+    ([20] * 3 + [9], [10] * 4, "even", 2),
 ])
 def test_a_spread_that_crosses_1_is_no_win(before, after, verdict, ratio):
     told = ratio_of([value * 1000 for value in before], [value * 1000 for value in after])
@@ -93,8 +99,9 @@ def test_a_spread_that_crosses_1_is_no_win(before, after, verdict, ratio):
 
 def test_rows_of_other_scenarios_become_lines():
     """What VFIO's and other modules return."""
-    rows = [Row("case", "old", 10, [100] * 9), Row("case", "new", 10, [50] * 9, [{"against": "old", "ratio": 2, "spread": 0, "bar": "",
-            "met": None, "note": "published: 2x"}]), Row("case", "absent", 10, [], [{"against": "old", "note": ""}], missing="why")]
+    bar = {"against": "old", "ratio": 2, "spread": 0, "bar": "", "met": None, "note": "published: 2x"}
+    rows = [Row("case", "old", 10, [100] * 9), Row("case", "new", 10, [50] * 9, [bar]),
+            Row("case", "absent", 10, [], [{"against": "old", "note": ""}], missing="why")]
     entry, = tables.of_rows("table", rows)
     assert (entry.before, entry.after, entry.published) == ("old", "new", "published: 2x")
     assert entry.as_dict()["ratio"] == 2 and entry.as_dict()["after_ns_per_page"] == 5
@@ -108,9 +115,11 @@ def test_the_peers_of_lists_do_what_the_engine_does():
         machine.close()
         pytest.skip(peers)
     try:
-        mmc.release_pages(mmc.get_user_pages_fast(machine.mm, machine.addr, machine.nr, mmc.FOLL_WRITE))   # marks them as accessed
+        mmc.release_pages(mmc.get_user_pages_fast(machine.mm, machine.addr, machine.nr,
+                                                  mmc.FOLL_WRITE))   # marks them as accessed
         before = machine.mem.pages.tobytes()
-        for pin, call, release in ((1, mmc.pin_user_pages_fast, mmc.unpin_user_pages), (0, mmc.get_user_pages_fast, mmc.release_pages)):
+        for pin, call, release in ((1, mmc.pin_user_pages_fast, mmc.unpin_user_pages),
+                                   (0, mmc.get_user_pages_fast, mmc.release_pages)):
             pages = call(machine.mm, machine.addr, machine.nr, mmc.FOLL_WRITE)
             taken = machine.mem.pages.tobytes()
             release(pages)
@@ -124,7 +133,7 @@ def test_the_peers_of_lists_do_what_the_engine_does():
         machine.close()
 
 
-# ---- comparison --------------------------------------------------------------------------------------------------------------------
+# ---- comparison ------------------------------------------------------------------------------------------------------
 def test_compare_with_an_old_run(saved, tmp_path):
     path, _, report = saved
     old = copy.deepcopy(report)
@@ -143,7 +152,7 @@ def test_compare_with_an_old_run(saved, tmp_path):
     assert "against the run of" in text and "better" in text and "worse" in text
 
 
-# ---- picture -----------------------------------------------------------------------------------------------------------------------
+# ---- picture ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind, starts", [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_the_picture(saved, tmp_path, kind, starts):
     pytest.importorskip("matplotlib")
@@ -160,9 +169,11 @@ def test_without_matplotlib(saved):
     assert done.returncode == 77 and "mmcore[plot]" in done.stderr
 
 
-# ---- wrong use ----------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("words, code", [(["--rounds", "8"], 2), (["--rounds", "x"], 2), (["--size", "5M"], 2), (["--table", "nothing"], 2),
-                                         (["--plot", "x.pdf"], 2), (["--json", "--csv", "-"], 2), (["--compare", "/nonexistent"], 1),
+# ---- wrong use -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("words, code", [(["--rounds", "8"], 2), (["--rounds", "x"], 2), (["--size", "5M"], 2),
+                                         (["--table", "nothing"], 2),
+                                         (["--plot", "x.pdf"], 2), (["--json", "--csv", "-"], 2),
+                                         (["--compare", "/nonexistent"], 1),
                                          (["--load", "/nonexistent"], 1)])
 def test_wrong_options(words, code):
     done = mmcore("bench", *words)

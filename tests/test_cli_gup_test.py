@@ -33,8 +33,9 @@ def with_buffer(options, look):
         buffer.close()
 
 
-# ---- lines -----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("option, name", [("-a", "PIN_FAST_BENCHMARK"), ("-L", "PIN_LONGTERM_BENCHMARK"), ("-u", "GUP_FAST_BENCHMARK"),
+# ---- lines -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("option, name", [("-a", "PIN_FAST_BENCHMARK"), ("-L", "PIN_LONGTERM_BENCHMARK"),
+                                          ("-u", "GUP_FAST_BENCHMARK"),
                                           (None, "GUP_FAST_BENCHMARK")])
 def test_tap_of_benchmarks(option, name):
     lines = command(*[option] if option else [], "-r", "2").stdout.splitlines()
@@ -43,7 +44,8 @@ def test_tap_of_benchmarks(option, name):
     assert lines[4:] == ["ok 1 ioctl status 0", "# Totals: pass:1 fail:0 xfail:0 xpass:0 skip:0 error:0"]
 
 
-@pytest.mark.parametrize("option, name", [("-b", "PIN_BASIC_TEST"), ("-U", "GUP_BASIC_TEST"), ("-c", "DUMP_USER_PAGES_TEST")])
+@pytest.mark.parametrize("option, name", [("-b", "PIN_BASIC_TEST"), ("-U", "GUP_BASIC_TEST"),
+                                          ("-c", "DUMP_USER_PAGES_TEST")])
 def test_commands_without_times_run_once(option, name):
     lines = command(option, "-r", "3").stdout.splitlines()
     assert [line for line in lines if "done" in line] == [f"# {name}: done"]
@@ -64,7 +66,8 @@ def test_dump_names_pages_addresses_and_struct_pages():
     assert re.findall(r"# ---- page #(\d+), starting from user virt addr: 0x[0-9a-f]+", out) == ["0", "19"]
     assert "ZEROING due to out of range: page #12288 of 1024" in out
     assert re.search(r"# page: refcount:513 mapcount:\d+ mapping:[0-9a-f]{16} index:0x[0-9a-f]+ pfn:0x213", out)
-    assert re.search(r"# head: order:9 mapcount:1 .*pincount:0", out) and "page dumped because: gup_test: dump_pages() test" in out
+    assert re.search(r"# head: order:9 mapcount:1 .*pincount:0",
+                     out) and "page dumped because: gup_test: dump_pages() test" in out
 
 
 def test_dump_with_pins():
@@ -72,7 +75,7 @@ def test_dump_with_pins():
     assert json_of("-c", "-p", "1")["flags"] == 1
 
 
-# ---- meanings --------------------------------------------------------------------------------------------------------------
+# ---- meanings --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("words", [["-n", "-1", "-a"], ["-a", "-n", "-1"]])
 def test_all_pages_in_one_call_wherever_it_stands(words):
     # command() puts -m first; here it stands last as well.
@@ -127,7 +130,8 @@ def parsed(*words):
     parser = argparse.ArgumentParser()
     verb.add_arguments(parser)
     args = parser.parse_args(["-m", "4", *words])
-    return Options(command=args.command, size=args.mib << 20, advice=args.advice, shared=args.shared, hugetlb=args.hugetlb,
+    return Options(command=args.command, size=args.mib << 20, advice=args.advice, shared=args.shared,
+                   hugetlb=args.hugetlb,
                    file="" if args.file == "/dev/zero" else args.file, shmem_thp=args.shmem_thp)
 
 
@@ -148,7 +152,7 @@ def test_the_seed_line_pins_huge_pages_once_each():
     assert stat["nr_foll_pin_acquired"] == stat["nr_foll_pin_released"] == 2048
 
 
-# ---- verification and errors ---------------------------------------------------------------------------------------------------
+# ---- verification and errors -----------------------------------------------------------------------------------------
 def test_a_page_that_is_not_pinned_is_found():
     options = Options("a", 4 * MIB, 512)
 
@@ -167,8 +171,10 @@ def test_a_page_that_is_not_pinned_is_found():
 
 def test_a_page_that_must_not_be_pinned_longterm_is_found(monkeypatch):
     """A longterm pin moves pages out of Movable memory; one that did not would be seen."""
-    monkeypatch.setitem(gup_test.COMMANDS, "L", ("PIN_LONGTERM_BENCHMARK", lambda mm, at, nr, flags, **options: mmc.pin_user_pages(
-        mm, at, nr, mmc.FOLL_WRITE, **options), True))
+    def careless(mm, at, nr, flags, **options):
+        return mmc.pin_user_pages(mm, at, nr, mmc.FOLL_WRITE, **options)
+
+    monkeypatch.setitem(gup_test.COMMANDS, "L", ("PIN_LONGTERM_BENCHMARK", careless, True))
     options, made = Options("L", MIB, 64), mmc.Memory
     monkeypatch.setattr(mmc, "Memory", lambda size, **config: made(size, movable="200M", **config))
     result = with_buffer(options, lambda buffer: ioctl(buffer, options))
@@ -176,7 +182,8 @@ def test_a_page_that_must_not_be_pinned_longterm_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("words, why", [(["-a", "-n", "0"], "0 pages a call"), (["-a", "-F", "0x40"], "FOLL_"),
-                                        (["-L", "-f", "ext4", "-S"], "writeback"), (["-u", "-F", "0x80000000"], "gup_flags|FOLL|bit")])
+                                        (["-L", "-f", "ext4", "-S"], "writeback"),
+                                        (["-u", "-F", "0x80000000"], "gup_flags|FOLL|bit")])
 def test_a_short_acquire_is_an_error(words, why):
     done = command(*words, code=1)
     assert ", truncated (size: 0)# " in done.stdout and "not ok 1" in done.stdout and "fail:1" in done.stdout
@@ -198,14 +205,17 @@ def test_a_partly_short_acquire_releases_what_it_has():
     assert result.short and result.size == 600 * 4096 and result.why == "a call for 512 pages got 88"
 
 
-@pytest.mark.parametrize("words", [["-z"], ["-n", "x"], ["-m", "0"], ["-m", "x"], ["-r", "0"], ["-j", "0"], ["-j", "9999"], ["-f", "/tmp/x"],
-                                   ["-f", "devdax"], ["-H", "-f", "tmpfs"], ["-a", "3"], ["-F", "-1"], ["-c", *"012345678"],
-                                   ["-u", "--release", "head"], ["--compare", "-c"], ["--compare", "-a", "-j", "2"], ["-c", "-5"]])
+@pytest.mark.parametrize("words", [["-z"], ["-n", "x"], ["-m", "0"], ["-m", "x"], ["-r", "0"], ["-j", "0"],
+                                   ["-j", "9999"], ["-f", "/tmp/x"],
+                                   ["-f", "devdax"], ["-H", "-f", "tmpfs"], ["-a", "3"], ["-F", "-1"],
+                                   ["-c", *"012345678"],
+                                   ["-u", "--release", "head"], ["--compare", "-c"], ["--compare", "-a", "-j", "2"],
+                                   ["-c", "-5"]])
 def test_usage(words):
     command(*words, code=2)
 
 
-# ---- generations ---------------------------------------------------------------------------------------------------------------
+# ---- generations -----------------------------------------------------------------------------------------------------
 def test_compare_has_the_generations_and_the_published_figures():
     out = command("--compare", "-L", "-t", "-S", "-n", "512", "--rounds", "3").stdout
     for text in ("get: page -> leaf", "put: page -> head", "put: page -> run", "87.6 -> 23.2 ms, 3.8x"):
@@ -229,5 +239,6 @@ def test_the_oldest_device_has_base_pages():
         buffer.close()
         return len(heads)
 
-    assert counters(Buffer(options)) == 2 and counters(Buffer(options, compound=False), acquire="page", release="page") == 1024
+    assert counters(Buffer(options)) == 2
+    assert counters(Buffer(options, compound=False), acquire="page", release="page") == 1024
     assert [row["phase"] for row in compare(options, 1)["rows"]] == ["get", "put", "put"]

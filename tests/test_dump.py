@@ -14,7 +14,8 @@ def test_a_page_of_a_huge_folio():
                             rf"pfn:{pages[3].pfn:#x}", lines[0])
         assert lines[1].startswith("head: order:9 mapcount:1 entire_mapcount:1 ") and lines[1].endswith(" pincount:4")
         assert lines[2].startswith("anon flags: 0x") and lines[-1] == "page dumped because: a test"
-        raw = b"".join(int(word, 16).to_bytes(8, "little") for line in lines if line.startswith("raw:") for word in line.split()[1:])
+        raw = b"".join(int(word, 16).to_bytes(8, "little") for line in lines if line.startswith("raw:")
+                       for word in line.split()[1:])
         assert raw == mem.pages[pages[3].pfn].tobytes()
         assert sum(line.startswith("head: ") for line in lines) == 5
         mmc.unpin_user_pages(pages)
@@ -25,7 +26,8 @@ def test_small_folios_order_1_and_what_was_never_used():
     with mmc.Memory("64M") as mem:
         page, pair = mmc.alloc_page(mem), mmc.folio_alloc(mem, 1)
         assert mmc.dump_page(page).startswith("page: refcount:1 mapcount:0") and "head:" not in mmc.dump_page(page)
-        assert "head: order:1 mapcount:0 entire_mapcount:0 nr_pages_mapped:0 pincount:0" in mmc.dump_page(mem.page(pair.pfn + 1))
+        text = mmc.dump_page(mem.page(pair.pfn + 1))
+        assert "head: order:1 mapcount:0 entire_mapcount:0 nr_pages_mapped:0 pincount:0" in text
         last = mem.page(mem.nr_pages - 1)
         assert mmc.dump_page(last, "why") == f"page: pfn:{last.pfn:#x} was never used\npage dumped because: why"
 

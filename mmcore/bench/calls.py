@@ -10,11 +10,12 @@ CALLS = {
     "a new Folio: page.folio": ("page.folio", 40),
     "page_folio(page)": ("page_folio(page)", None),
     "folio_ref_count(folio)": ("folio_ref_count(folio)", None),
-    "try_grab_folio(folio, 1) + unpin_user_folio(folio, 1)": ("try_grab_folio(folio, 1); unpin_user_folio(folio, 1)", None),
-    "pin_user_pages_fast(mm, addr, 1) + unpin_user_pages": ("unpin_user_pages(pin_user_pages_fast(mm, addr, 1, FOLL_WRITE))", None),
+    "try_grab_folio(folio, 1) + unpin_user_folio(folio, 1)": (
+        "try_grab_folio(folio, 1); unpin_user_folio(folio, 1)", None),
+    "pin_user_pages_fast(mm, addr, 1) + unpin_user_pages": (
+        "unpin_user_pages(pin_user_pages_fast(mm, addr, 1, FOLL_WRITE))", None),
 }
 IMPORT_MS = 40          # that importing mmcore may add to importing NumPy
-PINS = 1 << 22          # for the calls that drop one each
 
 
 class Scene:
@@ -27,8 +28,8 @@ class Scene:
         self.mm.touch(addr, 2 << 20)
         page = self.mm.page_at(addr + 3 * 4096)
         folio = page.folio
-        self.pins = mmc.PageList(self.mem, [folio.pfn] * (1 << 16))
-        self.names = {**vars(mmc), "mem": self.mem, "mm": self.mm, "addr": addr, "page": page, "pfn": page.pfn, "folio": folio,
+        self.names = {**vars(mmc), "mem": self.mem, "mm": self.mm, "addr": addr, "page": page, "pfn": page.pfn,
+                      "folio": folio,
                       "pages": mmc.PageList(self.mem, range(folio.pfn, folio.pfn + 512))}
         mmc.folio_mark_dirty_lock(folio)
 

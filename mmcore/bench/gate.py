@@ -1,7 +1,7 @@
 """Instructions of the hot loops, counted by callgrind: a measure that other processes and clocks do not change.
 
-Each loop does its job on some pages once, and then twice as often; the difference is what the job itself takes. A call of getppid() marks
-where one part ends and the next begins: callgrind writes what it counted at each.
+Each loop does its job on some pages once, and then twice as often; the difference is what the job itself takes. A call
+of getppid() marks where one part ends and the next begins: callgrind writes what it counted at each.
 """
 import os
 import platform
@@ -16,7 +16,7 @@ from pathlib import Path
 import mmcore as mmc
 
 PAGE, HUGE = 4096, 2 << 20
-PAGES = 1 << 14             # of a list: 64 MiB
+PAGES = 1 << 16             # of a list: 256 MiB; what a call costs by itself is small beside it
 TOLERANCE = 0.05
 MARK = "getppid"
 WRITE = mmc.FOLL_WRITE
@@ -88,27 +88,32 @@ def _shuffled(*args):
     return layouts.shuffled(*args)
 
 
-#: Name -> (scene, job). Releases are counted with the pins before them; the first lines say what those take.
-LOOPS = {}
-for _order in (9, 0):
-    LOOPS |= {f"pin + unpin run, order {_order}": (lambda o=_order: Lists(o), lambda scene: (scene.grab(), scene.unpin("run"))),
-              f"pin + unpin head, order {_order}": (lambda o=_order: Lists(o), lambda scene: (scene.grab(), scene.unpin("head"))),
-              f"pin + unpin page, order {_order}": (lambda o=_order: Lists(o), lambda scene: (scene.grab(), scene.unpin("page"))),
-              f"pin + unpin range, order {_order}": (lambda o=_order: Lists(o), lambda scene: (scene.grab(), scene.unpin_range()))}
+def _lists(order, release, arrange=None):
+    return (lambda: Lists(order, arrange),
+            lambda scene: (scene.grab(), scene.unpin_range() if release == "range" else scene.unpin(release)))
+
+
+def _buffer(backing, job, **how):
+    return lambda: Buffer(backing), lambda scene: getattr(scene, job)(**how)
+
+
+#: Name -> (scene, job). Releases are counted with the pins before them.
+LOOPS = {f"pin + unpin {release}, order {order}": _lists(order, release)
+         for order in (9, 0) for release in ("run", "head", "page", "range")}
 LOOPS |= {
-    "pin + unpin run, order 0 shuffled": (lambda: Lists(0, _shuffled), lambda scene: (scene.grab(), scene.unpin("run"))),
-    "pin + unpin run, order 4 shuffled": (lambda: Lists(4, _shuffled), lambda scene: (scene.grab(), scene.unpin("run"))),
-    "pin_user_pages_fast + unpin, leaves, list": (lambda: Buffer("thp"), lambda scene: scene.pin()),
-    "pin_user_pages_fast + unpin, leaves, runs": (lambda: Buffer("thp"), lambda scene: scene.pin(mmc.PageRanges)),
-    "pin_user_pages_fast + unpin, base pages": (lambda: Buffer("base"), lambda scene: scene.pin()),
-    "pin_user_pages + unpin, base pages": (lambda: Buffer("base"), lambda scene: scene.pin(call=mmc.pin_user_pages)),
-    "longterm pin + unpin, leaves": (lambda: Buffer("thp"), lambda scene: scene.pin(flags=WRITE | mmc.FOLL_LONGTERM, call=mmc.pin_user_pages)),
-    "ib_umem_get + release, leaves": (lambda: Buffer("thp"), lambda scene: scene.register()),
-    "ib_umem_get + release, base pages": (lambda: Buffer("base"), lambda scene: scene.register()),
-    "fault + zap, base pages": (lambda: Buffer("base"), lambda scene: scene.fault()),
-    "fault + zap, leaves": (lambda: Buffer("thp"), lambda scene: scene.fault()),
-    "fork + exit, base pages": (lambda: Buffer("base"), lambda scene: scene.fork()),
-    "alloc_pages_bulk + release_pages": (Frames, lambda scene: scene.pair()),
+    "pin + unpin run, order 0 shuffled": _lists(0, "run", _shuffled),
+    "pin + unpin run, order 4 shuffled": _lists(4, "run", _shuffled),
+    "pin_user_pages_fast + unpin, leaves, list": _buffer("thp", "pin"),
+    "pin_user_pages_fast + unpin, leaves, runs": _buffer("thp", "pin", output=mmc.PageRanges),
+    "pin_user_pages_fast + unpin, base pages": _buffer("base", "pin"),
+    "pin_user_pages + unpin, base pages": _buffer("base", "pin", call=mmc.pin_user_pages),
+    "longterm pin + unpin, leaves": _buffer("thp", "pin", call=mmc.pin_user_pages, flags=WRITE | mmc.FOLL_LONGTERM),
+    "ib_umem_get + release, leaves": _buffer("thp", "register"),
+    "ib_umem_get + release, base pages": _buffer("base", "register"),
+    "fault + zap, base pages": _buffer("base", "fault"),
+    "fault + zap, leaves": _buffer("thp", "fault"),
+    "fork + exit, base pages": _buffer("base", "fork"),
+    "alloc_pages_bulk + release_pages": (Frames, Frames.pair),
 }
 
 
@@ -130,8 +135,10 @@ def count(valgrind="valgrind"):
     root = Path(mmc.__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        done = subprocess.run([valgrind, "--tool=callgrind", f"--callgrind-out-file={out}", f"--dump-before={MARK}", sys.executable, "-c",
-                               "from mmcore.bench import gate; gate.inside()"], capture_output=True, text=True, cwd=root,
+        done = subprocess.run([valgrind, "--tool=callgrind", f"--callgrind-out-file={out}", f"--dump-before={MARK}",
+                               sys.executable, "-c",
+                               "from mmcore.bench import gate; gate.inside()"], capture_output=True, text=True,
+                               cwd=root,
                               env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": str(root)})
         if done.returncode:
             raise RuntimeError(f"callgrind ended with {done.returncode}: {done.stderr.strip()[-800:]}")
@@ -139,15 +146,17 @@ def count(valgrind="valgrind"):
         totals = [int(re.search(r"^(?:totals|summary): (\d+)", path.read_text(), re.M)[1]) for path in parts]
     # Of each loop: what came before, one time, two times. The rest of the program has the last part.
     if len(totals) not in (3 * len(LOOPS), 3 * len(LOOPS) + 1):
-        raise RuntimeError(f"callgrind wrote {len(totals)} parts for {len(LOOPS)} loops: is {MARK}() called where it should not be?")
+        raise RuntimeError(f"callgrind wrote {len(totals)} parts for {len(LOOPS)} loops: who else calls {MARK}()?")
     return {name: (totals[3 * k + 2] - totals[3 * k + 1]) / PAGES for k, name in enumerate(LOOPS)}
 
 
 def setting():
     """What the counts depend on besides the source: counts of another compiler or machine do not compare."""
     compiler = shutil.which((os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[-1]) or ""
-    version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True).stdout.strip() if compiler else ""
-    return {"machine": platform.machine(), "compiler": f"{Path(compiler).name} {version}", "python": platform.python_version_tuple()[:2][1]}
+    version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True,
+                             text=True).stdout.strip() if compiler else ""
+    return {"machine": platform.machine(), "compiler": f"{Path(compiler).name} {version}",
+            "python": platform.python_version_tuple()[:2][1]}
 
 
 def judge(found, stored):

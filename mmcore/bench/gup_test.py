@@ -128,7 +128,9 @@ class Buffer:
         if kind in ("hugetlb", "hugetlbfs", "devdax"):
             return f"{'hugetlb' if kind == 'hugetlbfs' else kind} {leaf}"
         huge = options.advice == "t" and kind in ("", "tmpfs") and (options.shmem_thp != "never" or not options.shared)
-        return "thp" if huge and not (kind == "tmpfs" and not options.shared) else kind or ("shmem" if options.shared else "anon")
+        if huge and (kind == "" or options.shared):
+            return "thp"
+        return kind or ("shmem" if options.shared else "anon")
 
     def close(self):
         """Give everything back."""
@@ -249,7 +251,7 @@ def ioctl(buffer, options):
 
 
 def run(options, tell):
-    """Run the whole test; calls tell(thread, Result) after each ioctl, never two at once; returns the bytes of the buffer.
+    """Run the whole test; calls tell(thread, Result) after each ioctl, never two at once; returns the buffer's bytes.
 
     Every law of the engine is checked at the end, and that nothing stays pinned.
     """
@@ -279,7 +281,7 @@ def run(options, tell):
         buffer.close()
 
 
-# ---- generations ----------------------------------------------------------------------------------------------------------
+# ---- generations -----------------------------------------------------------------------------------------------------
 def generations(options):
     """Return [(name, acquire, release)], the oldest first: which pairs are measured."""
     if options.pins:
@@ -290,8 +292,9 @@ def generations(options):
 def compare(options, rounds, sweep=None, clock=time.thread_time_ns):
     """Time the generations of one scenario, interleaved; returns plain data.
 
-    Device-dax has a device of base pages for its oldest generation, which is what that code had. {"rows": [{"phase", "before", "after",
-    "before_ms", "after_ms", "ratio", "low", "high", "verdict", "published"}]}; times are medians, processor time of the thread.
+    Device-dax has a device of base pages for its oldest generation, which is what that code had. {"rows": [{"phase",
+    "before", "after", "before_ms", "after_ms", "ratio", "low", "high", "verdict", "published"}]}; times are medians,
+    processor time of the thread.
     """
     from dataclasses import replace
 
@@ -305,7 +308,8 @@ def compare(options, rounds, sweep=None, clock=time.thread_time_ns):
         for turn in range(rounds):
             for k in range(len(gens)):
                 name, acquire, release = gens[(turn + k) % len(gens)]
-                taken = Acquired(old if name == "page" else buffer, replace(options, acquire=acquire, release=release), clock)
+                taken = Acquired(old if name == "page" else buffer, replace(options, acquire=acquire, release=release),
+                                 clock)
                 if sweep is not None:
                     sweep()
                 samples["get", name].append(taken.get())

@@ -1,8 +1,8 @@
 """Many threads on one machine of the engine, with every law checked at quiet points.
 
-A run is a sequence of rounds. In a round each thread does a number of operations that its own generator draws, seeded by (seed, thread);
-between two rounds nobody works, and the laws are checked. So a run of one thread is the same each time, and of several as far as the
-order allows in which the system lets them run.
+A run is a sequence of rounds. In a round each thread does a number of operations that its own generator draws, seeded
+by (seed, thread); between two rounds nobody works, and the laws are checked. So a run of one thread is the same each
+time, and of several as far as the order allows in which the system lets them run.
 """
 import faulthandler
 import random
@@ -23,7 +23,7 @@ ALONE = 0.2                 # the part of the time in which one thread works alo
 
 
 class StressFailure(RuntimeError):
-    """A law did not hold, or an operation failed as it must not. The text says how to see it again, and the state around it."""
+    """Say that a law did not hold, or that an operation failed: how to see it again, and the state around it."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Report:
     mix: list
     rounds: int = 0
     operations: dict = field(default_factory=dict)      # by job: done
-    refused: dict = field(default_factory=dict)         # by job: refused, as other threads' work or full memory makes them
+    refused: dict = field(default_factory=dict)         # by job: as other threads or full memory make them
     seconds: float = 0          # of rounds with all threads, checks left out
     alone_rate: float = 0       # operations/s of one thread
     rate: float = 0             # operations/s of all threads
@@ -75,10 +75,11 @@ class Stress:
         self.jobs = [JOBS[word] for word in self.mix]
         self.world = World(threads, debug)
         self.workers = [Worker(self.world, random.Random(f"{seed}/{k}")) for k in range(threads)]
-        self.report = Report(seed, threads, self.mix, operations=dict.fromkeys(self.mix, 0), refused=dict.fromkeys(self.mix, 0))
+        self.report = Report(seed, threads, self.mix, operations=dict.fromkeys(self.mix, 0),
+                             refused=dict.fromkeys(self.mix, 0))
         self.failure = None
 
-    # ---- rounds ----------------------------------------------------------------------------------------------------------------
+    # ---- rounds ------------------------------------------------------------------------------------------------------
     def _work(self, worker, start):
         counts = {word: [0, 0] for word in self.mix}
         draw, jobs = worker.rng.randrange, self.jobs
@@ -119,7 +120,8 @@ class Stress:
         stuck = [worker for worker, thread in zip(workers, threads) if thread.is_alive()]
         if stuck:
             faulthandler.dump_traceback(sys.stderr)
-            raise StressFailure(self._text(f"a round does not end: stuck in {', '.join(worker.last for worker in stuck)}", None))
+            words = ", ".join(worker.last for worker in stuck)
+            raise StressFailure(self._text(f"a round does not end: stuck in {words}", None))
         for worker in workers:
             for word, (done, refused) in worker.counts.items():
                 self.report.operations[word] += done
@@ -135,7 +137,8 @@ class Stress:
         try:
             mem.check()
             stat = mem.vmstat()
-            held, live = sum(worker.nr_pins() for worker in self.workers), stat["nr_foll_pin_acquired"] - stat["nr_foll_pin_released"]
+            held = sum(worker.nr_pins() for worker in self.workers)
+            live = stat["nr_foll_pin_acquired"] - stat["nr_foll_pin_released"]
             if held != live:
                 raise mmc.BadPage("pins", f"{held} pins are held, and {live} are counted: acquired - released")
         except mmc.BadPage as error:
@@ -155,9 +158,10 @@ class Stress:
         self.report.checks += 1
 
     def _text(self, what, error):
-        words = [what, f"seed {self.seed}, {self.threads} threads, round {self.report.rounds}, mix {','.join(self.mix)}",
-                 f"again: mmcore stress --seed {self.seed} --threads {self.threads} --rounds {self.report.rounds} "
-                 f"--mix {','.join(self.mix)}", "doing: " + ", ".join(worker.last for worker in self.workers)]
+        mix, rounds = ",".join(self.mix), self.report.rounds
+        words = [what, f"seed {self.seed}, {self.threads} threads, round {rounds}, mix {mix}",
+                 f"again: mmcore stress --seed {self.seed} --threads {self.threads} --rounds {rounds} --mix {mix}",
+                 "doing: " + ", ".join(worker.last for worker in self.workers)]
         pfn = getattr(error, "pfn", None)
         if pfn is not None:
             words += [f"around pfn {pfn:#x}:", dump_around(self.world.mem, pfn)]
@@ -167,8 +171,8 @@ class Stress:
 def run(threads=2, seconds=10.0, seed=0, mix=None, rounds=None, debug=False, tell=None):
     """Run for some seconds, or for a number of rounds; returns a Report. Raises StressFailure.
 
-    With several threads the first fifth of the time is one thread's alone, for the scaling (with rounds: every fifth of them). tell(report, seconds)
-    is called after each round.
+    With several threads the first fifth of the time is one thread's alone, for the scaling (with rounds: every fifth of
+    them). tell(report, seconds) is called after each round.
     """
     stress = Stress(threads, seed, mix, debug=debug)
     report, began = stress.report, time.perf_counter()

@@ -1,8 +1,8 @@
 """What the threads of `mmcore stress` do: one function a word of --mix, one operation a call.
 
-A job draws from its thread's own generator, keeps what it acquired in its thread's own lists, and shares everything else:
-the Memory, the address spaces, their areas and files. It may be refused (MMError with an errno of REFUSALS); anything else is a
-failure.
+A job draws from its thread's own generator, keeps what it acquired in its thread's own lists, and shares everything
+else: the Memory, the address spaces, their areas and files. It may be refused (MMError with an errno of REFUSALS);
+anything else is a failure.
 """
 import errno
 
@@ -28,7 +28,8 @@ class World:
     """A Memory with every zone, a few processes, their areas and files: what all threads share."""
 
     def __init__(self, threads, debug=False):
-        self.mem = mmc.Memory("384M", movable="96M", cma="32M", hugetlb={"2M": POOL}, thp="madvise", shmem_thp="madvise",
+        self.mem = mmc.Memory("384M", movable="96M", cma="32M", hugetlb={"2M": POOL}, thp="madvise",
+                              shmem_thp="madvise",
                               mthp=(4,), debug=debug)
         self.mem.huge_zero_folio        # made once, and never freed: what is free at the end can be compared
         self.free = self.mem.vmstat()["nr_free_pages"]
@@ -64,7 +65,8 @@ class World:
             raise mmc.BadPage("pins", "every holder has released, and {} pins are left".format(
                 stat["nr_foll_pin_acquired"] - stat["nr_foll_pin_released"]))
         if stat["nr_free_pages"] != self.free:
-            raise mmc.BadPage("frames", f"every process has ended, and {self.free - stat['nr_free_pages']} pages are not free")
+            raise mmc.BadPage("frames",
+                              f"every process has ended, and {self.free - stat['nr_free_pages']} pages are not free")
         self.mem.close()
 
 
@@ -77,7 +79,7 @@ class Worker:
         self.tables, self.containers = {}, {}
         self.done, self.refused, self.last = 0, 0, ""
 
-    # ---- drawing -------------------------------------------------------------------------------------------------------------
+    # ---- drawing -----------------------------------------------------------------------------------------------------
     def space(self):
         """Draw an address space and its areas."""
         k = self.rng.randrange(len(self.world.mms))
@@ -88,7 +90,8 @@ class Worker:
         mm, areas = self.space()
         start, size, writeback = self.rng.choice(areas)
         first = self.rng.randrange(size // PAGE)
-        return mm, start + first * PAGE, min(self.rng.choice((1, 3, 16, 64, 512, most)), size // PAGE - first), writeback
+        return mm, start + first * PAGE, min(self.rng.choice((1, 3, 16, 64, 512, most)),
+                                             size // PAGE - first), writeback
 
     def anon(self, most=512):
         """Draw (mm, address, pages) of anonymous memory."""
@@ -96,7 +99,7 @@ class Worker:
         first = self.rng.randrange(AREA // PAGE)
         return mm, areas[0][0] + first * PAGE, min(self.rng.choice((1, 5, 32, most)), AREA // PAGE - first)
 
-    # ---- holding -------------------------------------------------------------------------------------------------------------
+    # ---- holding -----------------------------------------------------------------------------------------------------
     def hold(self, pages):
         """Keep pinned pages; the oldest go when there are too many."""
         self.pins.append(pages)
@@ -110,7 +113,8 @@ class Worker:
         lists += [mmc.PageList(self.world.mem, mmc.sg_page_pfns(umem.sgt)) for umem, _ in self.umems]
         count = sum(int(np.count_nonzero(pages.pfns != zero)) for pages in lists)
         # io_uring keeps a pin an entry.
-        count += sum(len(buffer.bvecs) for table in self.tables.values() for buffer in table.buffers if buffer is not None)
+        count += sum(len(buffer.bvecs) for table in self.tables.values() for buffer in table.buffers
+                     if buffer is not None)
         return count + sum(size // PAGE for _, _, size in self.mappings)
 
     def release_all(self):
@@ -142,7 +146,7 @@ def release(worker, pages, make_dirty):
             mmc.unpin_user_pages(part, release=rng.choice(RELEASES))
 
 
-# ---- the jobs ---------------------------------------------------------------------------------------------------------------------
+# ---- the jobs --------------------------------------------------------------------------------------------------------
 def pin(worker):
     """Pin a range, fast or not, for reading or writing, into a list or runs."""
     rng = worker.rng
@@ -244,7 +248,8 @@ def longterm(worker):
     worker.hold(pages)
     bad = mmc.longterm_unpinnable(pages)
     if len(bad):
-        raise mmc.BadPage("longterm", f"a longterm pin returned PFN {bad[0].pfn:#x}, which may not be pinned for long", pfn=bad[0].pfn)
+        raise mmc.BadPage("longterm", f"a longterm pin returned PFN {bad[0].pfn:#x}, which may not be pinned for long",
+                          pfn=bad[0].pfn)
 
 
 def umem(worker):
@@ -256,7 +261,8 @@ def umem(worker):
         return
     mm, at, nr, writeback = worker.range()
     access = ACCESS if not writeback else mmc.IB_ACCESS.REMOTE_READ
-    worker.umems.append((mmc.ib_umem_get(worker.world.device, mm, at, nr * PAGE, access, acquire=rng.choice(("sink", "list"))), mm))
+    worker.umems.append((mmc.ib_umem_get(worker.world.device, mm, at, nr * PAGE, access,
+                                         acquire=rng.choice(("sink", "list"))), mm))
 
 
 def iouring(worker):
@@ -288,7 +294,8 @@ def vfio(worker):
     key = (id(mm), rng.randrange(2))
     container = worker.containers.get(key)
     if container is None:
-        container = mmc.VFIOContainer(worker.world.mem, acquire=("sink", "page")[key[1]], release=("range", "page")[key[1]])
+        container = mmc.VFIOContainer(worker.world.mem, acquire=("sink", "page")[key[1]],
+                                      release=("range", "page")[key[1]])
         container.attach(mmc.IOMMUDomain(worker.world.mem))
         worker.containers[key] = container
     iova = (1 + worker.done) << 24

@@ -1,6 +1,6 @@
 """The published measurements of page pinning, done again: every table in one run, old way against new way, interleaved.
 
-An Entry is one line: scenario, before, after, their ratio here and as published, the running kernel and a C peer beside.
+An Entry is one line: scenario, before, after, their ratio here and as published, the kernel and a C peer beside.
 """
 import importlib
 import statistics
@@ -57,17 +57,22 @@ class Entry:
         """Return it as plain data; times in ns a page."""
         told = ratio_of(self.samples["before"], self.samples["after"])
         scale = 1e6 / self.pages
-        kernel = {"ns_per_page": self.kernel} if isinstance(self.kernel, float) else {"missing": self.kernel or "not measured"}
+        measured = isinstance(self.kernel, float)
+        kernel = {"ns_per_page": self.kernel} if measured else {"missing": self.kernel or "not measured"}
         if isinstance(self.peer, tuple):
             name, samples = self.peer
             beside = ratio_of(samples, self.samples["after"])
-            peer = {"name": name, "ns_per_page": beside["before_ms"] * scale, "ratio": beside["ratio"], "low": beside["low"],
+            peer = {"name": name, "ns_per_page": beside["before_ms"] * scale, "ratio": beside["ratio"],
+                    "low": beside["low"],
                     "high": beside["high"], "verdict": beside["verdict"]}
         else:
             peer = {"missing": self.peer or "none in the repository"}
-        return {"table": self.table, "scenario": self.scenario, "before": self.before, "after": self.after, "pages": self.pages,
-                "before_ns_per_page": told["before_ms"] * scale, "after_ns_per_page": told["after_ms"] * scale, "ratio": told["ratio"],
-                "low": told["low"], "high": told["high"], "verdict": told["verdict"], "rounds": len(self.samples["after"]),
+        return {"table": self.table, "scenario": self.scenario, "before": self.before, "after": self.after,
+                "pages": self.pages,
+                "before_ns_per_page": told["before_ms"] * scale, "after_ns_per_page": told["after_ms"] * scale,
+                "ratio": told["ratio"],
+                "low": told["low"], "high": told["high"], "verdict": told["verdict"],
+                "rounds": len(self.samples["after"]),
                 "published": self.published, "published_ratio": self.published_ratio, "kernel": kernel, "peer": peer,
                 "samples": self.samples}
 
@@ -80,11 +85,12 @@ def pair(table, scenario, before, after, pages, samples, peer=None, published=No
         text, ratio = f"{old:g} -> {new:g} {unit} ({what})", old / new
     if isinstance(peer, str) and samples.get(peer):
         peer = (peer, samples[peer])
-    return Entry(table, scenario, before, after, pages, {"before": samples[before], "after": samples[after]}, text, ratio, peer=peer, **more)
+    return Entry(table, scenario, before, after, pages, {"before": samples[before], "after": samples[after]}, text,
+                 ratio, peer=peer, **more)
 
 
 def kernel_ns(setup, backing, phase):
-    """Return ns a page that the running kernel takes to "register" or "unregister" a real buffer, or why it cannot be measured."""
+    """Return ns a page that the running kernel takes to "register" or "unregister" a real buffer, or why not."""
     if backing not in setup.kernel_times:
         from mmcore.live import NotPossible, buffer, kernel_register
         try:
@@ -96,7 +102,7 @@ def kernel_ns(setup, backing, phase):
     return times if isinstance(times, str) else statistics.median(getattr(times, f"{phase}_ns")) / times.pages
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------------------
+# ---- the tables ------------------------------------------------------------------------------------------------------
 def release_by_heads(setup):
     """gup_test of 2021: 16 GiB of THP and of 1 GiB hugetlb pages, released by list."""
     title, peers = "release of pinned lists (gup_test, 2021)", unpin.load_peers(setup.peers / "unpin.c")
@@ -116,7 +122,8 @@ def release_by_heads(setup):
             kernel = kernel_ns(setup, backing, "unregister")
             for after in [name for name in ("head", "run", "range") if name in samples]:
                 published = gup_test.PUBLISHED.get((buffer.backing, "put")) if after == "head" else None
-                entries.append(pair(title, scenario, "page", after, buffer.nr, samples, f"C {after}" if isinstance(peers, Peers) else peers,
+                peer = f"C {after}" if isinstance(peers, Peers) else peers
+                entries.append(pair(title, scenario, "page", after, buffer.nr, samples, peer,
                                     published and (*published[:2], "ms", published[2]), kernel=kernel))
             del layout, variants, pages
         finally:
@@ -131,7 +138,8 @@ def device_leaves(setup):
     peers = gup.peers_of(setup.peers / "gup.c", leaf)
     entries = []
     try:
-        for letter, name, call, flags in (("u", "get", mmc.get_user_pages_fast, gup.WRITE), ("a", "pin", mmc.pin_user_pages_fast, gup.WRITE),
+        for letter, name, call, flags in (("u", "get", mmc.get_user_pages_fast, gup.WRITE),
+                                          ("a", "pin", mmc.pin_user_pages_fast, gup.WRITE),
                                           ("L", "longterm pin", mmc.pin_user_pages, gup.LONGTERM)):
             variants = [gup.Calls(page, call, flags, acquire="page").variant("page"),
                         gup.Calls(leaf, call, flags, acquire="leaf").variant("leaf")]
@@ -144,7 +152,8 @@ def device_leaves(setup):
             for variant in variants:
                 variant.before()
             published = gup_test.PUBLISHED["devdax 2M", f"get {letter}"]
-            entries.append(pair(title, name, "page", "leaf", leaf.nr, samples, peer, (*published[:2], "ms", published[2]),
+            entries.append(pair(title, name, "page", "leaf", leaf.nr, samples, peer,
+                                (*published[:2], "ms", published[2]),
                                 kernel="no device-dax here"))
         return entries
     finally:
@@ -155,7 +164,8 @@ def device_leaves(setup):
         page.close()
 
 
-RDMA = (("list + range", "v3", "thp"), ("list + array, head", "device-dax", "devdax"), ("list + array, head", "hugetlbfs", "hugetlb"))
+RDMA = (("list + range", "v3", "thp"), ("list + array, head", "device-dax", "devdax"),
+        ("list + array, head", "hugetlbfs", "hugetlb"))
 
 
 def registration(setup):
@@ -179,7 +189,8 @@ def registration(setup):
                            for figure in mr.PUBLISHED[name] if what in figure[2]]
                 published = (*figures[0][:2], "us", figures[0][2]) if figures else None
                 floor = ("C pins" if isinstance(peers, gup.Peers) else peers) if variant == "sink + range" else None
-                entries.append(pair(title, {"4k": "4 KiB pages", "thp": "THP"}.get(backing, backing), mr.BASE, variant, region.nr, samples,
+                entries.append(pair(title, {"4k": "4 KiB pages", "thp": "THP"}.get(backing, backing), mr.BASE, variant,
+                                    region.nr, samples,
                                     floor, published, kernel=kernel))
         finally:
             if isinstance(peers, gup.Peers):
@@ -198,7 +209,8 @@ def of_rows(title, rows):
             other = by_name.get((row.case, bar["against"]))
             if other is not None and other.samples and row.samples:
                 entries.append(Entry(title, row.case, other.variant, row.variant, row.entries,
-                                     {"before": other.samples, "after": row.samples}, bar["note"] if "publish" in bar["note"] else "",
+                                     {"before": other.samples, "after": row.samples}, bar["note"]
+                                     if "publish" in bar["note"] else "",
                                      bar.get("published_ratio"), kernel=None))
     return entries
 
@@ -225,12 +237,13 @@ def vfio(setup):
     return of_rows("VFIO type1 map and unmap", module.measure(list(module.CASES), setup.size, setup.rounds))
 
 
-TABLES = {"release": release_by_heads, "device-dax": device_leaves, "rdma": registration, "vfio": vfio, "fixed buffers": fixed_buffers}
+TABLES = {"release": release_by_heads, "device-dax": device_leaves, "rdma": registration, "vfio": vfio,
+          "fixed buffers": fixed_buffers}
 
 
-# ---- the floor under them -----------------------------------------------------------------------------------------------------------
+# ---- the floor under them --------------------------------------------------------------------------------------------
 def floor(setup):
-    """Measure what memory itself costs here; returns {what: ns a page}: no algorithm that does this to each page is faster."""
+    """Measure what memory itself costs; returns {what: ns a page}: what does this to each page is no faster."""
     nr = 1 << 22
     pfns, out, counters = np.arange(nr, dtype=np.uint64), np.ones(nr, np.uint64), np.ones((nr, 16), np.int32)
     times = {"read a list of PFNs": [], "write a list of PFNs": [], "read one word of each struct page": []}
@@ -245,7 +258,7 @@ def floor(setup):
     return {name: statistics.median(samples) / nr for name, samples in times.items()}
 
 
-# ---- all of it ------------------------------------------------------------------------------------------------------------------------
+# ---- all of it -------------------------------------------------------------------------------------------------------
 def measure(names=None, quick=False, rounds=ROUNDS, size=None):
     """Measure tables by name, all when there are none; returns plain data, ready for JSON."""
     setup = Setup(size or (GIB if quick else 16 * GIB), min(size or GIB, (GIB if not quick else GIB // 4)),
@@ -260,16 +273,20 @@ def measure(names=None, quick=False, rounds=ROUNDS, size=None):
     if (not names or "vfio" in names) and importlib.util.find_spec("mmcore.bench.vfio") is None:
         missing["vfio"] = "mmcore.bench.vfio is not built"
     progress("memory itself")
-    return {"machine": machine(), "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "rounds": rounds, "quick": quick,
-            "size": setup.size, "region": setup.region, "kernel_buffer": setup.kernel, "floor_ns_per_page": floor(setup),
+    return {"machine": machine(), "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "rounds": rounds,
+            "quick": quick,
+            "size": setup.size, "region": setup.region, "kernel_buffer": setup.kernel,
+            "floor_ns_per_page": floor(setup),
             "entries": [entry.as_dict() for entry in entries], "missing": missing, "seconds": time.monotonic() - began,
             "seconds_by_table": timings}
 
 
 def against(new, old):
-    """Compare two runs of measure() line by line; returns [{table, scenario, before, after, old_ratio, new_ratio, verdict}].
+    """Compare two runs of measure() line by line; returns [{table, scenario, before, after, old_ratio, new_ratio,
+    verdict}].
 
-    "better" or "worse" when the spreads of the two ratios do not meet; else "same"; "new" or "gone" where only one has it.
+    "better" or "worse" when the spreads of the two ratios do not meet; else "same"; "new" or "gone" where only one has
+    it.
     """
     def keyed(run):
         try:
@@ -287,7 +304,8 @@ def against(new, old):
             verdict = "better"
         else:
             verdict = "worse" if mine["high"] < before["low"] else "same"
-        rows.append({**dict(zip(("table", "scenario", "before", "after"), key)), "old_ratio": before and before["ratio"],
+        rows.append({**dict(zip(("table", "scenario", "before", "after"), key)), "old_ratio": before
+                     and before["ratio"],
                      "new_ratio": mine and mine["ratio"], "old_ns_per_page": before and before["after_ns_per_page"],
                      "new_ns_per_page": mine and mine["after_ns_per_page"], "verdict": verdict})
     return rows

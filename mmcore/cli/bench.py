@@ -1,7 +1,7 @@
 """
-Do the published measurements of page pinning again, in one run: gup_test's releases, device-dax, RDMA, VFIO and io_uring, the old way
-against the new way, interleaved, with the published ratio, the running kernel and a C peer beside. A ratio whose spread crosses 1 is "even",
-never a win.
+Do the published measurements of page pinning again, in one run: gup_test's releases, device-dax, RDMA, VFIO and
+io_uring, the old way against the new way, interleaved, with the published ratio, the running kernel and a C peer
+beside. A ratio whose spread crosses 1 is "even", never a win.
 """
 
 import argparse
@@ -13,7 +13,8 @@ from .output import print_json, print_table
 from .register import _positive, _size
 
 HELP = "every published measurement again, in one run"
-COLUMNS = ("table", "scenario", "before", "after", "before_ns_per_page", "after_ns_per_page", "ratio", "low", "high", "verdict",
+COLUMNS = ("table", "scenario", "before", "after", "before_ns_per_page", "after_ns_per_page", "ratio", "low", "high",
+           "verdict",
            "published_ratio", "kernel_ns_per_page", "peer", "peer_ns_per_page", "pages", "rounds")
 
 
@@ -72,12 +73,15 @@ def print_report(report):
     from mmcore.live.units import format_size
 
     print(report["machine"])
-    print(f"{report['when']}: median of {report['rounds']} interleaved rounds, spread without the lowest and the highest; buffers of "
+    print(f"{report['when']}: median of {report['rounds']} interleaved rounds, spread without the lowest and the "
+          "highest; buffers of "
           f"{format_size(report['size'])}, regions of {format_size(report['region'])}; ns for each 4 KiB page")
-    print("memory itself: " + ", ".join(f"{what} {value:.2f} ns" for what, value in report["floor_ns_per_page"].items()))
+    print("memory itself: " + ", ".join(f"{what} {value:.2f} ns" for what,
+                                        value in report["floor_ns_per_page"].items()))
     for table in dict.fromkeys(entry["table"] for entry in report["entries"]):
         print(f"\n{table}")
-        print_table(("scenario", "before", "ns", "after", "ns", "ratio", "spread", "verdict", "published", "kernel", "C peer", "after/C"),
+        print_table(("scenario", "before", "ns", "after", "ns", "ratio", "spread", "verdict", "published", "kernel",
+                     "C peer", "after/C"),
                     [_cells(entry) for entry in report["entries"] if entry["table"] == table])
     print()
     for line in _notes(report):
@@ -89,7 +93,8 @@ def print_report(report):
 def _cells(entry):
     peer = entry["peer"]
     beside = peer.get("ns_per_page") is not None
-    return (entry["scenario"], entry["before"], f"{entry['before_ns_per_page']:.3f}", entry["after"], f"{entry['after_ns_per_page']:.3f}",
+    return (entry["scenario"], entry["before"], f"{entry['before_ns_per_page']:.3f}", entry["after"],
+            f"{entry['after_ns_per_page']:.3f}",
             f"{entry['ratio']:.2f}x", f"{entry['low']:.2f}-{entry['high']:.2f}", entry["verdict"],
             f"{entry['published_ratio']:.2f}x" if entry["published_ratio"] else entry["published"] or "-",
             f"{entry['kernel']['ns_per_page']:.3f}" if "ns_per_page" in entry["kernel"] else "-",
@@ -105,7 +110,8 @@ def _notes(report):
             if entry["verdict"] == verdict:
                 yield (f"  {what}: {entry['scenario']}, {entry['before']} -> {entry['after']}: {entry['ratio']:.2f}x "
                        f"({entry['low']:.2f}-{entry['high']:.2f})")
-    for published in dict.fromkeys((entry["table"], entry["scenario"], entry["published"]) for entry in entries if entry["published"]):
+    for published in dict.fromkeys((entry["table"], entry["scenario"], entry["published"]) for entry in entries
+                                   if entry["published"]):
         yield f"published: {published[1]}: {published[2]}"
     for why in dict.fromkeys(entry["kernel"]["missing"] for entry in entries if "missing" in entry["kernel"]):
         yield f"kernel, no figure: {why}"
@@ -124,8 +130,10 @@ def _print_against(against):
         return "-" if value is None else f"{value:.2f}{unit}"
 
     print_table(("scenario", "before", "after", "ratio then", "now", "ns then", "now", "verdict"),
-                [(row["scenario"], row["before"], row["after"], text(row["old_ratio"], "x"), text(row["new_ratio"], "x"),
-                  text(row["old_ns_per_page"], ""), text(row["new_ns_per_page"], ""), row["verdict"]) for row in against["rows"]])
+                [(row["scenario"], row["before"], row["after"], text(row["old_ratio"], "x"),
+                  text(row["new_ratio"], "x"),
+                  text(row["old_ns_per_page"], ""), text(row["new_ns_per_page"], ""), row["verdict"])
+                  for row in against["rows"]])
 
 
 def _write_csv(report, where):
@@ -134,7 +142,8 @@ def _write_csv(report, where):
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(COLUMNS)
         for entry in report["entries"]:
-            flat = {**entry, "kernel_ns_per_page": entry["kernel"].get("ns_per_page"), "peer": entry["peer"].get("name"),
+            flat = {**entry, "kernel_ns_per_page": entry["kernel"].get("ns_per_page"),
+                    "peer": entry["peer"].get("name"),
                     "peer_ns_per_page": entry["peer"].get("ns_per_page")}
             writer.writerow(["" if flat[name] is None else flat[name] for name in COLUMNS])
     finally:

@@ -1,7 +1,7 @@
 """
-The kernel's gup_test on the engine: acquire a buffer some pages a call, release it in one, and print the times of both. The
-options and the lines are gup_test's. Here a short acquire, or a page that is not pinned as it should be, is an error
-(exit status 1); -n -1 means the whole buffer wherever it stands; -f names a kind of file of the model.
+The kernel's gup_test on the engine: acquire a buffer some pages a call, release it in one, and print the times of both.
+The options and the lines are gup_test's. Here a short acquire, or a page that is not pinned as it should be, is an
+error (exit status 1); -n -1 means the whole buffer wherever it stands; -f names a kind of file of the model.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from .register import _positive
 
 HELP = "the kernel's gup_test on the engine: get, pin and pin long-term, timed"
 FILES = ("tmpfs", "ext4", "hugetlbfs", "hugetlbfs:2M", "hugetlbfs:1G", "devdax", "devdax:2M", "devdax:1G", "/dev/zero")
+PUBLISHED = "{before_ms:g} -> {after_ms:g} ms, {ratio:.1f}x ({what})"
 MAX_MIB = 1 << 24           # 16 TiB
 
 
@@ -23,16 +24,23 @@ def add_arguments(parser):
                          ("c", "dump struct pages (DUMP_USER_PAGES_TEST)"), ("U", "get_user_pages (GUP_BASIC_TEST)"),
                          ("u", "get_user_pages_fast (GUP_FAST_BENCHMARK)")):
         which.add_argument(f"-{letter}", dest="command", action="store_const", const=letter, default="u", help=text)
-    which.add_argument("-p", dest="pin_dump", action="store_true", help="with -c: pin_user_pages instead of get_user_pages")
-    which.add_argument("pages", nargs="*", type=_index, metavar="PAGE", help="with -c: up to 8 pages to dump, counted from 0 (default 0)")
+    which.add_argument("-p", dest="pin_dump", action="store_true",
+                       help="with -c: pin_user_pages instead of get_user_pages")
+    which.add_argument("pages", nargs="*", type=_index, metavar="PAGE",
+                       help="with -c: up to 8 pages to dump, counted from 0 (default 0)")
     how = parser.add_argument_group("how")
-    how.add_argument("-F", dest="raw_flags", type=_flags, default=0, metavar="FLAGS", help="gup_flags as a number, 0x1 as well (default 0)")
+    how.add_argument("-F", dest="raw_flags", type=_flags, default=0, metavar="FLAGS",
+                     help="gup_flags as a number, 0x1 as well (default 0)")
     how.add_argument("-w", dest="write", action="store_true", default=True, help="add FOLL_WRITE (default)")
     how.add_argument("-W", dest="write", action="store_false", help="do not add FOLL_WRITE")
-    how.add_argument("-n", dest="per_call", type=_number, default=1, metavar="PAGES", help="pages a call; below 0: all (default 1)")
-    how.add_argument("-m", dest="mib", type=_mib, default=128, metavar="MIB", help="size of the buffer in MiB (default 128)")
-    how.add_argument("-r", dest="repeats", type=_positive, default=1, metavar="TIMES", help="repeats of -a, -L and -u (default 1)")
-    how.add_argument("-j", dest="threads", type=_threads, default=1, metavar="THREADS", help="threads, all on the one buffer (default 1)")
+    how.add_argument("-n", dest="per_call", type=_number, default=1, metavar="PAGES",
+                     help="pages a call; below 0: all (default 1)")
+    how.add_argument("-m", dest="mib", type=_mib, default=128, metavar="MIB",
+                     help="size of the buffer in MiB (default 128)")
+    how.add_argument("-r", dest="repeats", type=_positive, default=1, metavar="TIMES",
+                     help="repeats of -a, -L and -u (default 1)")
+    how.add_argument("-j", dest="threads", type=_threads, default=1, metavar="THREADS",
+                     help="threads, all on the one buffer (default 1)")
     what = parser.add_argument_group("on what")
     what.add_argument("-t", dest="advice", action="store_const", const="t", default="", help="MADV_HUGEPAGE")
     what.add_argument("-T", dest="advice", action="store_const", const="T", help="MADV_NOHUGEPAGE")
@@ -41,12 +49,15 @@ def add_arguments(parser):
     what.add_argument("-f", dest="file", choices=FILES, default="/dev/zero", metavar="FILE",
                       help="tmpfs, ext4, hugetlbfs[:2M|:1G], devdax[:2M|:1G] or /dev/zero (default: anonymous memory)")
     what.add_argument("--shmem-thp", choices=("never", "madvise", "always"), default="",
-                      help="THPs in shared memory and tmpfs (default madvise with -t, so that -t -S gets them, else never)")
+                      help="THPs in shared memory (default madvise with -t, so that -t -S gets them, else never)")
     more = parser.add_argument_group("not in the kernel's test")
-    more.add_argument("--acquire", choices=("leaf", "page"), default="leaf", help="generation of acquiring (default leaf)")
-    more.add_argument("--release", choices=("run", "head", "page"), default="run", help="generation of releasing (default run)")
+    more.add_argument("--acquire", choices=("leaf", "page"), default="leaf",
+                      help="generation of acquiring (default leaf)")
+    more.add_argument("--release", choices=("run", "head", "page"), default="run",
+                      help="generation of releasing (default run)")
     more.add_argument("--plain", action="store_true", help="plain lines instead of TAP")
-    more.add_argument("--compare", action="store_true", help="time all generations interleaved and show their ratios beside the published ones")
+    more.add_argument("--compare", action="store_true",
+                      help="time all generations interleaved and show their ratios beside the published ones")
     more.add_argument("--rounds", type=_positive, default=9, help="rounds of --compare (default 9)")
 
 
@@ -58,7 +69,8 @@ def run(args):
     options = gup_test.Options(
         command=args.command, size=args.mib << 20, per_call=args.per_call, repeats=args.repeats, threads=args.threads,
         raw_flags=args.raw_flags, write=args.write, pin_dump=args.pin_dump, advice=args.advice, shared=args.shared,
-        hugetlb=args.hugetlb, file="" if args.file == "/dev/zero" else args.file, shmem_thp=args.shmem_thp, dump=args.pages,
+        hugetlb=args.hugetlb, file="" if args.file == "/dev/zero" else args.file, shmem_thp=args.shmem_thp,
+        dump=args.pages,
         acquire=args.acquire, release=args.release)
     if args.compare:
         _compare(args, options)
@@ -111,7 +123,8 @@ def _test(args, options):
     bad = {thread: result for thread, result in results if result.why}
     if args.json:
         print_json({"command": name, "size": size, "flags": options.flags, "threads": args.threads, "ok": not bad,
-                    "results": [{"thread": thread, "get_usec": result.get_usec, "put_usec": result.put_usec, "size": result.size,
+                    "results": [{"thread": thread, "get_usec": result.get_usec, "put_usec": result.put_usec,
+                                 "size": result.size,
                                  "why": result.why, "lines": result.lines} for thread, result in results]})
     elif not args.plain:
         for thread in range(args.threads):
@@ -138,11 +151,12 @@ def _compare(args, options):
     rows = []
     for row in report["rows"]:
         published = row["published"]
-        rows.append((f"{row['phase']}: {row['before']} -> {row['after']}", f"{row['before_ms']:.3f}", f"{row['after_ms']:.3f}",
+        rows.append((f"{row['phase']}: {row['before']} -> {row['after']}", f"{row['before_ms']:.3f}",
+                     f"{row['after_ms']:.3f}",
                      f"{row['ratio']:.2f}x", f"{row['low']:.2f}-{row['high']:.2f}", row["verdict"],
-                     f"{published['before_ms']:g} -> {published['after_ms']:g} ms, {published['ratio']:.1f}x ({published['what']})"
-                     if published else "-"))
-    print_table(("phase: before -> after", "before ms", "after ms", "ratio", "spread", "verdict", "published for 16 GiB"), rows)
+                     PUBLISHED.format(**published) if published else "-"))
+    print_table(("phase: before -> after", "before ms", "after ms", "ratio", "spread", "verdict",
+                 "published for 16 GiB"), rows)
 
 
 def _whole(text, low, high, what):

@@ -25,9 +25,9 @@ def _second_page(mem, head):
 def dump_page(page, reason=None):
     """Return what the kernel's dump_page() prints about a page, as text of several lines.
 
-    refcount is the folio's, mapcount the page's; `mapping` is the number of a file or of a family of address spaces, since
-    no field of mem_map is an address. A page that was never allocated says so. Raises as page_to_pfn(). Reads without
-    locks: other threads may change what is read. Kernel: dump_page().
+    refcount is the folio's, mapcount the page's; `mapping` is the number of a file or of a family of address spaces,
+    since no field of mem_map is an address. A page that was never allocated says so. Raises as page_to_pfn(). Reads
+    without locks: other threads may change what is read. Kernel: dump_page().
     """
     pfn, mem = page_to_pfn(page), page.mem
     because = [f"page dumped because: {reason}"] if reason else []
@@ -39,7 +39,8 @@ def dump_page(page, reason=None):
              f"index:{int(fields['index']) + pfn - head:#x} pfn:{pfn:#x}"]
     if folio.order:
         second = _second_page(mem, head)
-        lines.append(f"head: order:{folio.order} mapcount:{folio_mapcount(folio)} entire_mapcount:{second['_entire_mapcount'] + 1} "
+        lines.append(f"head: order:{folio.order} mapcount:{folio_mapcount(folio)} "
+                     f"entire_mapcount:{second['_entire_mapcount'] + 1} "
                      f"nr_pages_mapped:{second['_nr_pages_mapped']} pincount:{second['_pincount']}")
     flags = int(own["flags"])
     names = "|".join(flag.name for flag in PageFlags if flags & flag & FLAG_BITS)
@@ -57,7 +58,8 @@ def dump_around(mem, pfn, reach=1):
         return f"pfn {pfn:#x}: no struct page here; the last one is {mem.nr_pages - 1:#x}"
     folio = mem.page(pfn).folio
     start, end = folio.pfn, folio.pfn + max(folio.nr_pages, 1)
-    what = {start - step: "before" for step in range(1, reach + 1)} | {end - 1 + step: "after" for step in range(1, reach + 1)}
+    what = {start - step: "before" for step in range(1, reach + 1)} | {end - 1 + step: "after"
+                                                                       for step in range(1, reach + 1)}
     what |= {at: "tail" for at in range(start, min(start + 1 + reach, end))} | {pfn: "page", start: "head"}
     lines = [repr(folio)]
     for at in sorted(at for at in what if mem.pfn_valid(at)):
