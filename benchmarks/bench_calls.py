@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what one call from Python costs, with pyperf: folio helpers, handles, one pin; and what `import mmcore` adds.
 
-Prints pyperf's line for each, then which limits are met. pyperf's own options work (--fast, -o FILE, --affinity, ...).
+Times are processor time: what other processes take is not counted. Prints pyperf's line for each, then which limits are met. pyperf's own options work (--fast, -o FILE, --affinity, ...).
 """
 import statistics
 import subprocess
@@ -18,7 +18,7 @@ except ImportError:
 
 from mmcore.bench import calls  # noqa: E402
 
-IMPORT = "import time, numpy; start = time.perf_counter(); import mmcore; print(time.perf_counter() - start)"
+IMPORT = "import time, numpy; start = time.process_time(); import mmcore; print(time.process_time() - start)"
 
 
 def import_ms(rounds=9):

@@ -99,11 +99,12 @@ def test_a_spread_that_crosses_1_is_no_win(before, after, verdict, ratio):
 
 def test_rows_of_other_scenarios_become_lines():
     """What VFIO's and other modules return."""
-    bar = {"against": "old", "ratio": 2, "spread": 0, "bar": "", "met": None, "note": "published: 2x"}
+    bar = {"against": "old", "ratio": 2, "spread": 0, "bar": "", "met": None, "note": "published: 0.047 -> 0.025 s for 16 GiB"}
     rows = [Row("case", "old", 10, [100] * 9), Row("case", "new", 10, [50] * 9, [bar]),
             Row("case", "absent", 10, [], [{"against": "old", "note": ""}], missing="why")]
     entry, = tables.of_rows("table", rows)
-    assert (entry.before, entry.after, entry.published) == ("old", "new", "published: 2x")
+    assert (entry.before, entry.after, entry.published) == ("old", "new", "0.047 -> 0.025 s for 16 GiB")
+    assert entry.published_ratio == 0.047 / 0.025
     assert entry.as_dict()["ratio"] == 2 and entry.as_dict()["after_ns_per_page"] == 5
 
 
@@ -159,7 +160,7 @@ def test_the_picture(saved, tmp_path, kind, starts):
     out = tmp_path / f"out.{kind}"
     done = mmcore("bench", "--load", str(saved[0]), "--plot", str(out))
     assert done.returncode == 0, done.stderr
-    assert out.read_bytes().startswith(starts) and out.stat().st_size > 20000
+    assert out.read_bytes().startswith(starts) and out.stat().st_size > 5000
 
 
 def test_without_matplotlib(saved):
