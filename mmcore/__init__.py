@@ -5,6 +5,7 @@ from .core.buddy import __all__ as _buddy
 from .core.content import folio_address, page_address
 from .core.dma import *
 from .core.dma import __all__ as _dma
+from .core.dump import dump_page
 from .core.errors import BadPage, InvalidArgument, MMError
 from .core.file import File
 from .core.folio import *
@@ -69,7 +70,7 @@ from .ledger import PinLedger
 
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
-           "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "PinLedger", "VM", "VMA", "Zone", "folio_address",
-           "get_include", "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_ibaccess, *_iommu,
-           *_iouring, *_iov, *_lock, *_look, *_memfd, *_migrate, *_mr, *_output, *_pagelist, *_scatterlist,
+           "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "PinLedger", "VM", "VMA", "Zone", "dump_page",
+           "folio_address", "get_include", "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_ibaccess,
+           *_iommu, *_iouring, *_iov, *_lock, *_look, *_memfd, *_migrate, *_mr, *_output, *_pagelist, *_scatterlist,
            *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit, *_space, *_umem, *_umem_blocks, *_unpin, *_vfio]

@@ -168,12 +168,12 @@ class Peers:
     def __init__(self, source, machine):
         self.lib = ctypes.CDLL(str(build(source)))
         self.lib.gup_fresh.restype = ctypes.c_void_p
-        self.lib.gup_ranges.restype = ctypes.c_int64
+        self.lib.gup_ranges.restype = self.lib.gup_list.restype = ctypes.c_int64
         self.leaf, self.nr, self.pages = machine.leaves(), machine.size // HUGE, HUGE // PAGE
         self.map = machine.mem.pages
         self.buffer = np.ones(machine.nr, np.uint64)
         self.runs = np.ones((2, self.nr), np.uint64)
-        self.fresh, self.pinned = None, False
+        self.fresh, self.pinned, self.listed = None, False, None
 
     def at(self, array):
         """Address of an array, for ctypes."""
@@ -210,9 +210,28 @@ class Peers:
             raise RuntimeError(f"entry {-1 - got} could not be pinned")
         self.pinned = True
 
+    def drop_list(self):
+        """Drop what take_list() took."""
+        if self.listed is not None:
+            self.lib.gup_unlist(self.at(self.map), *self.args(), ctypes.c_uint64(self.listed))
+        self.listed = None
+
+    def take_list(self, pin):
+        """Take a pin, or a reference, of all pages, into a buffer that is warm."""
+        got = self.lib.gup_list(self.at(self.map), *self.args(), self.at(self.buffer), ctypes.c_uint64(pin))
+        if got < 0:
+            raise RuntimeError(f"entry {-1 - got} could not be taken")
+        self.listed = pin
+
+    def pin_and_drop(self):
+        """Pin all leaves into runs, and drop the pins."""
+        self.pin()
+        self.unpin()
+
     def close(self):
         """Forget the machine."""
         self.drop()
+        self.drop_list()
         self.unpin()
         self.map = None
 

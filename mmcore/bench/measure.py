@@ -97,6 +97,26 @@ def median_mad(values):
     return median, statistics.median([abs(value - median) for value in values])
 
 
+FEW = 3     # rounds that say nothing about a spread
+TRIM = 5    # rounds from which on the lowest and the highest ratio are left out of the spread
+
+
+def ratio_of(before, after):
+    """Compare two ways by the ns of their rounds, run interleaved; returns plain data.
+
+    before_ms, after_ms: medians. ratio: median of before/after of each round; low and high: its spread, without the lowest
+    and the highest round. verdict: "win" or "loss" when the whole spread is on one side of 1, else "even"; "too few
+    rounds" below 3.
+    """
+    ratios = sorted(b / max(a, 1) for b, a in zip(before, after))
+    cut = 1 if len(ratios) >= TRIM else 0
+    low, high = ratios[cut], ratios[-1 - cut]
+    verdict = "win" if low > 1 else "loss" if high < 1 else "even"
+    return {"before_ms": statistics.median(before) / 1e6, "after_ms": statistics.median(after) / 1e6,
+            "ratio": statistics.median(ratios), "low": low, "high": high,
+            "verdict": verdict if len(ratios) >= FEW else "too few rounds"}
+
+
 class Sweeper:
     """Push everything else out of the caches by reading a buffer larger than them."""
 

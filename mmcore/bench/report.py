@@ -4,6 +4,11 @@ import os
 import platform
 import sys
 
+import numpy
+
+import mmcore
+from mmcore.core.page import CYTHON_VERSION
+
 
 def machine():
     """Return one line that says what this was measured on."""
@@ -13,8 +18,8 @@ def machine():
             model = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), model)
     except OSError:
         pass
-    return (f"{model}, {os.cpu_count()} processors, {platform.system()} {platform.release()}, "
-            f"Python {platform.python_version()}")
+    return (f"{model}, {os.cpu_count()} processors, {platform.system()} {platform.release()}, Python {platform.python_version()}, "
+            f"Cython {CYTHON_VERSION}, NumPy {numpy.__version__}, mmcore {mmcore.__version__}")
 
 
 def number(value):

@@ -9,7 +9,8 @@ import os
 import sys
 
 # One module of this package each: mr-test is mr_test.py.
-VERBS = ("register", "mr-test", "vfio-dma-map", "capture", "backing", "types", "map", "frag", "diff", "pins")
+VERBS = ("register", "gup-test", "mr-test", "vfio-dma-map", "capture", "backing", "types", "map", "frag", "diff", "pins",
+         "stress", "bench")
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2

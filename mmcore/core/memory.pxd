@@ -282,6 +282,19 @@ cdef class Folio:
     cdef readonly Memory mem
     cdef readonly uint64_t pfn
 
+cdef extern from "Python.h":
+    long long PyLong_AsLongLongAndOverflow(object number, int *overflow) except? -1
+
+# The value of an int (no bool, no subclass) that is not negative and fits; else -1, for the slow and careful way.
+cdef inline int64_t plain_int(object number) except? -2:
+    cdef int overflow = 0
+    cdef int64_t value = -1
+    if type(number) is int:
+        value = PyLong_AsLongLongAndOverflow(number, &overflow)
+        if overflow or value < 0:
+            value = -1
+    return value
+
 cdef inline Page page_handle(Memory mem, uint64_t pfn):
     cdef Page page = Page.__new__(Page)
     page.mem = mem

@@ -9,6 +9,7 @@ Kernel: mem_map, pg_data_t, struct zone, struct page, struct folio.
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
+cimport cython
 
 import contextlib
 import errno as _errno
@@ -310,6 +311,9 @@ cdef class Memory:
 
     cdef uint64_t check_pfn(self, object pfn) except 0:
         cdef mem_t *m = self.ptr()
+        cdef int64_t number = plain_int(pfn)
+        if mm_likely(0 < number < <int64_t>m.nr_ram):
+            return <uint64_t>number
         if not self.pfn_valid(pfn):
             if isinstance(pfn, bool) or not hasattr(pfn, "__index__"):
                 raise TypeError(f"a PFN is an integer, not {pfn!r}")
@@ -463,6 +467,9 @@ def _flags_text(flags, zone):
     return f"{names or 0} zone={ZONE_NAMES.get(zone, zone)}"
 
 
+# Handles come and go at each call: the last ones are kept for the next. They refer to a Memory, which never refers to one.
+@cython.freelist(64)
+@cython.no_gc
 cdef class Page:
     """Stand for one struct page: a Memory and a PFN. Hashable; equal when both are equal.
 
@@ -515,6 +522,8 @@ cdef class Page:
                 f"flags={_flags_text(a64_load_relaxed(&page.flags), page_zone(page))}>")
 
 
+@cython.freelist(64)
+@cython.no_gc
 cdef class Folio:
     """Stand for a folio: a Memory and the PFN of its head. Hashable; equal when both are equal.
 

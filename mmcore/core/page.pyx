@@ -11,6 +11,12 @@ import numpy as np
 
 __all__ = ["PageFlags", "PageType", "PAGE_DTYPE", "FOLIO_DTYPE", "ZONE_NAMES"]
 
+cdef extern from *:
+    int CYTHON_HEX_VERSION
+
+#: The Cython that this was built with, as "3.1.2".
+CYTHON_VERSION = ".".join([str(CYTHON_HEX_VERSION >> shift & 0xff) for shift in (24, 16, 8)])
+
 
 class PageFlags(enum.IntFlag):
     """Name the bits of page.flags (`enum pageflags` of Linux 7.x), and mmcore's own."""

@@ -143,6 +143,9 @@ cdef class PageList:
         return self.n
 
     def __getitem__(self, index):
+        cdef int64_t number = plain_int(index)
+        if mm_likely(0 <= number < <int64_t>self.n):
+            return page_handle(self.mem, self.p[number]) if self.p[number] else None
         if isinstance(index, slice):
             start, stop, step = index.indices(self.n)
             if step == 1:
