@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 
-VERBS = ("register", "mr-test")        # one module of this package each: mr-test is mr_test.py
+VERBS = ("register", "mr-test", "preflight", "why-not-longterm")        # one module of this package each: mr-test is mr_test.py
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -21,7 +21,7 @@ def main(argv=None):
 
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        status = args.run(args) or 0
         sys.stdout.flush()
     except NotPossible as error:
         _say(args, f"not possible here: {error.reason}; remedy: {error.remedy}")
@@ -38,7 +38,7 @@ def main(argv=None):
     except (ValueError, RuntimeError, MemoryError) as error:
         _say(args, str(error) or type(error).__name__)
         return EXIT_ERROR
-    return 0
+    return status
 
 
 def _say(args, text):
