@@ -107,14 +107,16 @@ def address_space(capture, mem, pfns):
         leaves = leaf_pages(capture, vma, first, last, mem)
         exclusive = (capture.words[part] & PM_MMAP_EXCLUSIVE) != 0
         anon = (capture.words[part] & PM_FILE) == 0
-        map_pages(mm, vma, files, addresses[part], pfns[part], leaves, exclusive, anon)
+        largest = int(np.max(capture.orders[part], initial=0))
+        map_pages(mm, vma, files, addresses[part], pfns[part], leaves, exclusive, anon, largest)
         for turn, other in enumerate(others):
             mine = more[part] > turn
             if not np.any(mine):
                 break
             # Of a huge page that they do not share as a whole, others map pages.
             whole = leaves & ~np.isin(capture.heads[part], capture.heads[part][~mine]) | vma.hugetlb
-            map_pages(other, vma, files, addresses[part], np.where(mine, pfns[part], np.uint64(0)), whole, np.zeros(last - first, bool), anon)
+            map_pages(other, vma, files, addresses[part], np.where(mine, pfns[part], np.uint64(0)), whole, np.zeros(last - first, bool),
+                      anon, largest)
     present = pfns != 0
     mapped = np.zeros(len(pfns), bool)
     for start, stop in runs(addresses, mem.page_size):
@@ -131,18 +133,21 @@ def mapped_by_others(capture):
     return np.where(no, 0, np.maximum(more, 0))
 
 
-def map_pages(mm, vma, files, addresses, pfns, leaves, exclusive, anon):
-    """Make a mapping in an address space, and put these pages there."""
+def map_pages(mm, vma, files, addresses, pfns, leaves, exclusive, anon, largest):
+    """Make a mapping in an address space, and put these pages there; largest: the order of the largest folio among them."""
     from mmcore.core.adopt import adopt
 
-    map_like(mm, vma, files)
+    map_like(mm, vma, files, largest)
     for start, stop in runs(addresses, mm.mem.page_size):
         adopt(mm, int(addresses[start]), pfns[start:stop], leaves[start:stop], exclusive[start:stop],
               anon[start:stop])
 
 
-def map_like(mm, vma, files):
-    """Map what a captured mapping was: anonymous memory, hugetlb, or a file that stands for the one it had."""
+def map_like(mm, vma, files, file_order=0):
+    """Map what a captured mapping was: anonymous memory, hugetlb, or a file that stands for the one it had.
+
+    file_order: of the largest folio that may be in its cache.
+    """
     import mmcore
 
     prot = sum(bit for letter, bit in zip("rwx", (1, 2, 4)) if letter in vma.perms)
@@ -166,7 +171,8 @@ def map_like(mm, vma, files):
             files[key] = mmcore.File(mm.mem, 0, "tmpfs" if memory else "ext4")
         file = files[key]
         if file.size < offset + length:
-            file.truncate(offset + length)
+            # Folios may reach beyond the end of what is mapped.
+            file.truncate(round_up(offset + length, mm.mem.page_size << file_order))
     mm.mmap(length, prot, flags, file=file, offset=offset, addr=vma.start)
     for letters, advice in (("hg", mmcore.MADV_HUGEPAGE), ("nh", mmcore.MADV_NOHUGEPAGE), ("dc", mmcore.MADV_DONTFORK)):
         if letters in vma.flags and not vma.hugetlb:
