@@ -105,7 +105,8 @@ cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write
             a64_store_release(&entry[i], (pfns[0] << PTE_PFN_SHIFT) | bits)
         i += 1
     table_used(m, table)[0] += i
-    if i and write:
+    if i:
+        # For the huge zero page too: a child of fork gets it with the rest, unlike the zero page of a PTE (seen on 6.18).
         note_anon(v)
     table_unlock(m, table)
     if write:
