@@ -72,9 +72,9 @@ def test_a_real_run_has_all_phases_and_ends(backing):
 @linux
 def test_a_buffer_that_is_not_populated_yet():
     with live.buffer("1M", populate=False) as buf:
-        assert or_skip(live.capture, buf).backing().present == 0
-        assert buf.populate() > 0
-        assert live.capture(buf).backing().present == 1 << 20 and buf[PAGE] == 1
+        before = live.vmas("self", buf.addr, buf.addr + buf.length)[0]
+        assert before.rss == 0 and buf.populate() > 0
+        assert live.vmas("self", buf.addr, buf.addr + buf.length)[0].rss == 1 << 20 and buf[PAGE] == 1
 
 
 # ---- the verb ---------------------------------------------------------------------------------------------------------
