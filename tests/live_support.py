@@ -2,9 +2,11 @@
 
 import contextlib
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import pytest
 
 import mmcore as package
 from mmcore.live.errors import NotPossible
+from mmcore.live.longterm import filesystem_of
 
 ROOT = Path(package.__file__).resolve().parent.parent      # children import the same mmcore as the tests
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -37,6 +40,42 @@ def engine_or_skip():
     if not hasattr(package, "folios_alloc_at"):
         pytest.skip("this build of the engine has no folios_alloc_at")
     return package
+
+
+def address_of(area):
+    """Return the address of a writable mapping."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(area))
+
+
+def secret_memory(length):
+    """Map memory that the kernel has no mapping of; skip where it has no such thing."""
+    fd = ctypes.CDLL(None, use_errno=True).syscall(447, 0)      # memfd_secret, the same number everywhere
+    if fd < 0:
+        pytest.skip(f"memfd_secret: {os.strerror(ctypes.get_errno())}")
+    os.ftruncate(fd, length)
+    try:
+        return mmap.mmap(fd, length)
+    finally:
+        os.close(fd)
+
+
+def filesystem(path):
+    """Return the type of the file system that a path is on."""
+    device = os.stat(path).st_dev
+    name = f"{os.major(device):02x}:{os.minor(device):02x}"
+    return (filesystem_of(name) or ("unknown",))[0]
+
+
+def scratch_file(folder, length):
+    """Return a descriptor of a written file on a file system that writes back to a disk; skip without one."""
+    for place in (folder, ROOT):
+        if filesystem(place) in ("ext4", "xfs", "ext3", "ext2"):
+            fd, path = tempfile.mkstemp(dir=place, prefix=".mmcore-test-")
+            os.unlink(path)
+            os.write(fd, b"f" * length)
+            os.fsync(fd)
+            return fd
+    pytest.skip(f"neither {folder} nor {ROOT} is on ext4 or xfs")
 
 
 def part_of(buf, first_page, npages):

@@ -4,7 +4,7 @@ import errno
 import pytest
 
 import mmcore as mmc
-from mm_support import ANON, EXCLUSIVE, HUGE, PAGE, PRESENT, SOFT, SWAP, exclusive, pin, seen_by_device, word
+from mm_support import ANON, EXCLUSIVE, FILE, HUGE, PAGE, PRESENT, SOFT, SWAP, exclusive, pin, seen_by_device, word
 from mmcore import MM, MMError, Memory
 
 
@@ -266,6 +266,10 @@ def test_huge_zero_folio(mm):
     zero = mm.mem.huge_zero_folio
     assert mm.touch(a, HUGE, write=False) == 1
     assert mm.page_at(a + 5 * PAGE).folio == zero and mm.rss == 0 and zero.refcount == 1
+    first = mm.fork()       # gets it with the rest, unlike the zero page of a PTE; pagemap calls it a file's, and nobody's own
+    assert first.page_at(a + 5 * PAGE).folio == zero
+    assert word(first, a) == word(mm, a) and word(mm, a) & (PRESENT | FILE | EXCLUSIVE) == PRESENT | FILE
+    first.exit()
     first = mm.fork()
     mm.write(a + PAGE, b"A")
     assert mm.page_at(a).folio.order == 9 and mm.page_at(a).folio != zero

@@ -1,7 +1,8 @@
 """What does registering a buffer cost: the scenario of `mmcore register`.
 
 The same page list is pinned and released by every release generation of the engine, in
-interleaved rounds, and beside them by the running kernel through io_uring.
+interleaved rounds, and beside them by the running kernel through io_uring. Then phase by phase,
+and, if asked, with another backing.
 `register()` returns plain data; printing it is the command line's part.
 """
 
@@ -25,6 +26,9 @@ from mmcore.live.pagemap import (
     KPF_ANON, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE, KPF_SWAPBACKED, KPF_THP,
 )
 from mmcore.live.units import round_up
+
+from . import costmodel
+from .phases import engine_phases
 
 LIST_RELEASES = ("page", "head", "run")
 MODEL_SEED = 6
@@ -126,8 +130,8 @@ def live_layout(snapshot):
 
 
 @contextlib.contextmanager
-def model_space(size, backing):
-    """Give (mm, addr): a populated buffer of this backing in an address space of its own."""
+def model_space(size, backing, touched=True):
+    """Give (mm, addr): a buffer of this backing in an address space of its own, populated or not touched yet."""
     import mmcore as mmc
 
     huge = round_up(size, MODEL_HUGE)
@@ -139,9 +143,25 @@ def model_space(size, backing):
         hugetlb = mmc.MAP_HUGETLB if backing == "hugetlb" else 0
         length = huge if backing == "hugetlb" else round_up(size, mem.page_size)
         addr = mm.mmap(length, flags=kind | mmc.MAP_ANONYMOUS | hugetlb)
-        mm.touch(addr, length)
+        if touched:
+            mm.touch(addr, length)
         yield mm, addr
         mm.exit()
+
+
+def touch_and_free(size, backing, rounds=3):
+    """Return the ns that the engine takes to fault a buffer of this backing in, and to unmap it: medians."""
+    taken = []
+    for _ in range(rounds):
+        with model_space(size, backing, touched=False) as (mm, addr):
+            length = mm.vmas[0].end - addr
+            times = [time.thread_time_ns()]
+            mm.touch(addr, length)
+            times.append(time.thread_time_ns())
+            mm.munmap(addr, length)
+            times.append(time.thread_time_ns())
+            taken.append(times)
+    return _median(t[1] - t[0] for t in taken), _median(t[2] - t[1] for t in taken)
 
 
 def acquire_rows(mm, addr, npages, rounds=9):
@@ -200,6 +220,40 @@ def acquire_report(layout, live, backing, rounds):
     except MMError as error:
         return {"rows": [], "reason": str(error)}
     return {"rows": rows, "reason": ""}
+
+
+def phase_report(layout, live, backing, rounds):
+    """Engine phases of registering the buffer; with a model, of one like it. {"rows", "reason"}.
+
+    First touch and freeing are those of a modelled buffer of its size and its commonest folios.
+    """
+    from mmcore import MMError
+
+    size = len(layout.pfns) * layout.mem.page_size
+    like = backing if not live else _backing_of(layout)
+    try:
+        fault_in, free = touch_and_free(size, like)
+        if layout.mm is not None:
+            rows = engine_phases(layout.mm, layout.addr, size, fault_in=fault_in, free=free, rounds=rounds)
+        elif not live:
+            with model_space(size, backing) as (mm, addr):
+                rows = engine_phases(mm, addr, size, fault_in=fault_in, free=free, rounds=rounds)
+        else:
+            return {"rows": [], "reason": "the replayed capture has no address space"}
+    except MMError as error:
+        return {"rows": [], "reason": str(error)}
+    return {"rows": rows, "reason": ""}
+
+
+def _backing_of(layout):
+    """Return the backing that most of the pages have."""
+    if np.any(layout.flags >> np.uint64(KPF_HUGE) & np.uint64(1)):
+        return "hugetlb"
+    huge = np.count_nonzero(layout.orders >= (MODEL_HUGE // layout.mem.page_size).bit_length() - 1)
+    if 2 * huge > np.count_nonzero(layout.pfns):
+        return "thp"
+    anon = np.count_nonzero(layout.flags >> np.uint64(KPF_ANON) & np.uint64(1))
+    return "4k" if 2 * anon >= np.count_nonzero(layout.pfns) else "shmem"
 
 
 def release_rows(pages, rounds=9):
@@ -272,7 +326,7 @@ def kernel_row(buf, layout, rounds, page_ns):
     engine's unpin time of "page", for the ratio. Not possible: a dict with the reason.
     """
     try:
-        measured = kernel_register(buf, rounds)
+        measured = kernel_register(buf, rounds, clock=time.thread_time_ns)
     except NotPossible as error:
         return {"possible": False, "reason": error.reason, "remedy": error.remedy}
     unpin = _median(measured.unregister_ns) / measured.pages
@@ -325,11 +379,12 @@ def _equal(counted, predicted):
 
 
 def register(size=256 << 20, backing="thp", *, pid=None, addr=None, length=None, rounds=9,
-             model=False):
+             model=False, what_if=None, calibration=None):
     """Run the scenario; return plain data, ready for JSON.
 
     A buffer of size bytes with a backing, or [addr, addr + length) of process pid, or (model)
     a synthetic layout, which also stands in where PFNs cannot be read or off Linux.
+    what_if: a backing that it has not; what it would cost then, by a costmodel.Calibration.
     Raises NotPossible (no hugetlb pool; another process's PFNs unreadable) and OSError.
     """
     with contextlib.ExitStack() as stack:
@@ -342,7 +397,8 @@ def register(size=256 << 20, backing="thp", *, pid=None, addr=None, length=None,
             if not sys.platform.startswith("linux"):
                 why_model, remedy = f"this is {sys.platform}, not Linux", "run on Linux"
             else:
-                buf = stack.enter_context(buffer(size, backing))
+                buf = stack.enter_context(buffer(size, backing, populate=False))
+                fault_in = buf.populate(time.thread_time_ns)
                 try:
                     snapshot = capture(buf)
                 except NotPossible as error:
@@ -350,11 +406,49 @@ def register(size=256 << 20, backing="thp", *, pid=None, addr=None, length=None,
         layout = live_layout(snapshot) if snapshot else model_layout(
             buf.length if buf else size, backing)
         try:
-            return _report(layout, snapshot, buf, backing, rounds,
-                           {"reason": why_model, "remedy": remedy})
+            report = _report(layout, snapshot, buf, backing, rounds,
+                             {"reason": why_model, "remedy": remedy})
         finally:
             layout.pages = layout.mm = None
             layout.mem.close()
+        if report["kernel"]["possible"]:
+            start = time.thread_time_ns()
+            buf.close()
+            free = time.thread_time_ns() - start
+            pages = report["backing"]["length"] // snapshot.page_size if snapshot else report["backing"]["pages"]
+            report["kernel"] |= {"fault_in_ns_per_page": fault_in / pages, "free_ns_per_page": free / pages}
+        report["what_if"] = what_if_report(report, what_if, calibration) if what_if else None
+        return report
+
+
+def what_if_report(report, backing, calibration):
+    """Return what registering so many bytes would cost with another backing: intervals in ns, beside what was measured now."""
+    nbytes = report["backing"]["length"]
+    expected = calibration.predict(backing, nbytes)
+    kernel, pages = report["kernel"], report["backing"]["pages"]
+    now = {}
+    if kernel["possible"]:
+        now = {"fault_in": kernel["fault_in_ns_per_page"], "register": kernel["pin_ns_per_page"],
+               "unregister": kernel["unpin_ns_per_page"], "free": kernel["free_ns_per_page"]}
+        now = {phase: value * pages for phase, value in now.items()}
+        now["total"] = sum(now.values())
+    layout = model_layout(nbytes, backing)
+    try:
+        engine = next(row for row in release_rows(layout.pages, 1) if row["release"] == "run")
+        folios = layout.backing().folios
+    finally:
+        layout.pages = None
+        layout.mem.close()
+    doubts = calibration.doubts() + [text for text in [calibration.doubt_of_size(backing, nbytes)] if text]
+    return {
+        "backing": backing, "nbytes": nbytes, "confidence": costmodel.CONFIDENCE,
+        "phases": {phase: {"low": one.low, "middle": one.middle, "high": one.high, "now": now.get(phase)}
+                   for phase, one in expected.items()},
+        "folios": folios, "unpin_updates": engine["unpin_updates"], "pin_updates": engine["pin_updates"],
+        "calibration": {"date": calibration.date, "kernel": calibration.kernel, "cpu": calibration.cpu,
+                        "sessions": len(calibration.sessions), "runs": sum(s["backing"] == backing for s in calibration.samples),
+                        "spread": calibration.spread(backing), "doubts": doubts},
+    }
 
 
 def _report(layout, snapshot, buf, backing, rounds, why_model):
@@ -379,6 +473,7 @@ def _report(layout, snapshot, buf, backing, rounds, why_model):
         "rounds": rounds,
         "engine": rows,
         "acquire": acquire_report(layout, live, backing, rounds),
+        "phases": phase_report(layout, live, backing, min(rounds, 5)),
         "pins_left": stats["nr_foll_pin_acquired"] - stats["nr_foll_pin_released"],
     }
     if buf is not None:

@@ -10,7 +10,7 @@ import sys
 
 # One module of this package each: mr-test is mr_test.py.
 VERBS = ("register", "gup-test", "mr-test", "vfio-dma-map", "capture", "backing", "types", "map", "frag", "diff", "pins",
-         "stress", "bench")
+         "preflight", "why-not-longterm", "stress", "bench")
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -23,7 +23,7 @@ def main(argv=None):
 
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        status = args.run(args) or 0
         sys.stdout.flush()
     except NotPossible as error:
         _say(args, f"not possible here: {error.reason}; remedy: {error.remedy}")
@@ -41,7 +41,7 @@ def main(argv=None):
     except (ValueError, RuntimeError, MemoryError) as error:
         _say(args, str(error) or type(error).__name__)
         return EXIT_ERROR
-    return 0
+    return status
 
 
 def _say(args, text):

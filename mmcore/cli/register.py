@@ -5,6 +5,7 @@ kernel itself takes to register it with io_uring.
 """
 
 import argparse
+import sys
 
 from .output import print_fields, print_json, print_table
 
@@ -26,6 +27,10 @@ def add_arguments(parser):
                         help=f"measured rounds; medians are shown (default {ROUNDS})")
     parser.add_argument("--model", action="store_true",
                         help="use a synthetic layout, not a real buffer; works anywhere")
+    parser.add_argument("--what-if", choices=("4k", "thp", "hugetlb"),
+                        help="also tell what it would cost the kernel with this backing, from a calibration of this machine")
+    parser.add_argument("--calibrate", action="store_true",
+                        help="measure the calibration first (some seconds; it joins the ones that are kept); alone: only that")
 
 
 def run(args):
@@ -40,9 +45,16 @@ def run(args):
 
     from mmcore.bench.register import register
 
+    calibration = _calibration(args) if args.calibrate or args.what_if else None
+    if args.calibrate and not args.what_if:
+        if args.json:
+            print_json(_calibration_dict(calibration))
+        else:
+            print_fields(_calibration_fields(calibration))
+        return
     report = register(
         args.size or _size(DEFAULT_SIZE), args.backing or DEFAULT_BACKING, pid=args.pid,
-        addr=args.addr, length=args.length, rounds=args.rounds, model=args.model,
+        addr=args.addr, length=args.length, rounds=args.rounds, model=args.model, what_if=args.what_if, calibration=calibration,
     )
     if args.json:
         print_json(report)
@@ -76,7 +88,102 @@ def print_report(report):
             [(row["acquire"], str(row["pages"]), str(row["updates"]), f"{row['acquire_ns_per_page']:.3f}",
               f"{row['release_ns_per_page']:.3f}") for row in report["acquire"]["rows"]])
         print()
+    if report["phases"]["rows"]:
+        _print_phases(report["phases"]["rows"], kernel)
     print_fields(_kernel_fields(kernel))
+    if report["what_if"]:
+        print()
+        _print_what_if(report["what_if"])
+
+
+def _print_phases(rows, kernel):
+    from mmcore.bench.phases import PHASES
+
+    def ns(value):
+        return "-" if value is None else f"{value:.3f}"
+
+    print("phases of a registration, ns/page:")
+    lines = [(row["generation"], *(ns(row[phase]) for phase in PHASES)) for row in rows]
+    if kernel["possible"]:
+        # One system call pins, makes the table and accounts; io_uring maps no device.
+        lines.append(("kernel", ns(kernel["fault_in_ns_per_page"]), ns(kernel["pin_ns_per_page"]), "in pin", "in pin", "-", "-",
+                      ns(kernel["unpin_ns_per_page"]), ns(kernel["free_ns_per_page"])))
+    print_table(("acquire + release", *(phase.replace("_", "-") for phase in PHASES)), lines)
+    print()
+
+
+def _print_what_if(what):
+    from mmcore.live.units import format_size
+
+    print(f"what if it were {what['backing']}: {format_size(what['nbytes'])} in {_many(what['folios'], 'folio')}, "
+          f"{what['unpin_updates']} counter updates to release; {what['confidence']:.0%} of runs lie between low and high")
+    rows = []
+    for phase, one in what["phases"].items():
+        ratio = f"{one['now'] / one['middle']:.1f}x" if one["now"] else "-"
+        rows.append((phase.replace("_", "-"), _time(one["now"]), _time(one["middle"]), _time(one["low"]), _time(one["high"]), ratio))
+    print_table(("phase", "now", "likely", "low", "high", "now / likely"), rows)
+    print()
+    have = what["calibration"]
+    fields = [("calibrated", f"{have['date']}, Linux {have['kernel']}, {have['cpu']}; {_many(have['runs'], 'run')} in "
+                             f"{_many(have['sessions'], 'session')}, {_spread(have['spread'])}")]
+    fields += [("doubt", text) for text in have["doubts"]]
+    if have["doubts"]:
+        fields.append(("remedy", "mmcore register --calibrate"))
+    print_fields(fields)
+
+
+def _spread(spread):
+    return f"{spread[0]:.2f}x to {spread[1]:.2f}x"
+
+
+def _time(ns):
+    if ns is None:
+        return "-"
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if ns >= size:
+            return f"{ns / size:.3g} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def _calibration(args):
+    """Return the calibration that is kept, or a new one if there is none, or when asked."""
+    from mmcore.bench import costmodel
+
+    def progress(text):
+        if sys.stderr.isatty():
+            print(f"\r\x1b[Kcalibrating, {text}", end="", file=sys.stderr, flush=True)
+
+    if not args.calibrate:
+        try:
+            return costmodel.Calibration.load()
+        except FileNotFoundError:
+            print(f"no calibration in {costmodel.cache_path()}: measuring one, some seconds", file=sys.stderr)
+    found = costmodel.recalibrate(progress=progress)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    return found
+
+
+def _calibration_dict(found):
+    from mmcore.bench import costmodel
+
+    return {"path": costmodel.cache_path(), "date": found.date, "kernel": found.kernel, "cpu": found.cpu, "sessions": found.sessions,
+            "runs": len(found.samples), "missing": {key: {"reason": why[0], "remedy": why[1]} for key, why in found.missing.items()},
+            "lines": {backing: {phase: vars(line) | {"spread": line.spread} for phase, line in lines.items()}
+                      for backing, lines in found.lines.items()}}
+
+
+def _calibration_fields(found):
+    from mmcore.bench import costmodel
+
+    fields = [("calibrated", f"{found.date}, Linux {found.kernel}, {found.cpu}; {_many(len(found.samples), 'run')} in "
+                             f"{_many(len(found.sessions), 'session')}"), ("kept in", costmodel.cache_path())]
+    for backing in sorted(found.lines):
+        line = found.lines[backing]["total"]
+        fields.append((backing, f"{_time(line.fixed)} + {line.per_page * line.middle:.3g} ns/page in all, {_spread(line.spread)}"))
+    for backing, (reason, remedy) in found.missing.items():
+        fields += [(backing, f"not measured: {reason}"), ("", f"remedy: {remedy}")]
+    return fields
 
 
 def _buffer_fields(report):

@@ -125,8 +125,12 @@ cdef uint64_t pagemap_word(mm_t *mm, const vma_t *v, uint64_t addr, bint privile
             head = compound_head_pfn(m.map, pfn)
             if not folio_is_anon(&m.map[head]):
                 word |= PM_FILE
-            if page_mapcount(m, pfn) == 1:
+            # Since 6.15 the first page of a leaf speaks for all of it, also where another mm maps some of the others.
+            if page_mapcount(m, pte_pfn(e)) == 1:
                 word |= PM_EXCLUSIVE
+        elif level and e & PTE_SPECIAL and pte_pfn(e) == m.huge_zero_pfn:
+            # Under a PMD the kernel looks at the folio, which is not anonymous (seen on 6.18); the zero page of a PTE is skipped.
+            word |= PM_FILE
     elif pte_swap(e) and level == 0:
         word |= PM_SWAP
         if e & SWP_SOFT_DIRTY:

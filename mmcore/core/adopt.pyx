@@ -21,16 +21,19 @@ __all__ = ["adopt"]
 cdef bint into_cache(file_t *f, uint64_t head, uint64_t index) noexcept nogil:
     """Give a folio that nobody maps to a file's page cache, which takes its one reference over; under f.lock."""
     cdef mem_t *m = f.m
-    cdef uint64_t i, nr = ONE << folio_order_of(&m.map[head])
+    cdef unsigned order = folio_order_of(&m.map[head])
+    cdef uint64_t i, nr = ONE << order, first = index >> f.order, slots = nr >> f.order
     if m.map[head].mapping:
         return m.map[head].mapping == f.id << 2 and m.map[head].index == index
-    if f.order or index + nr > f.nr_entries or refs_load(&m.map[head]) != 1:
+    # A file of huge pages has a slot for each of them, and no page of another size.
+    if order < f.order or (f.order and order != f.order) or first << f.order != index or first + slots > f.nr_entries \
+            or refs_load(&m.map[head]) != 1:
         return False
-    for i in range(nr):
-        if f.cache[index + i] != CACHE_NONE:
+    for i in range(slots):
+        if f.cache[first + i] != CACHE_NONE:
             return False
-    for i in range(nr):
-        f.cache[index + i] = head + i
+    for i in range(slots):
+        f.cache[first + i] = head + i
     m.map[head].mapping = f.id << 2
     m.map[head].index = index
     a64_fetch_or_relaxed(&m.map[head].flags, (ONE << PG_uptodate) | (ONE << PG_swapbacked if f.kind == FILE_TMPFS else 0))
@@ -38,7 +41,7 @@ cdef bint into_cache(file_t *f, uint64_t head, uint64_t index) noexcept nogil:
     a32_fetch_add_acq_rel(&m.map[head]._refcount, <uint32_t>(nr - 1))
     return True
 
-cdef int adopt_one(mm_t *mm, uint64_t addr, uint64_t pfn, bint leaf, bint exclusive) noexcept nogil:
+cdef int adopt_one(mm_t *mm, uint64_t addr, uint64_t pfn, bint leaf, bint exclusive, bint anon) noexcept nogil:
     """1: mapped; 0: not, or part of a leaf that is; negative errno."""
     cdef mem_t *m = mm.m
     cdef pgd_t *g = &mm.pgd
@@ -51,6 +54,8 @@ cdef int adopt_one(mm_t *mm, uint64_t addr, uint64_t pfn, bint leaf, bint exclus
     cdef bint first = False, zero = head == m.zero_pfn or head == m.huge_zero_pfn, ok
     if v == NULL:
         return -EFAULT
+    # A private mapping of a file has pages of its own where it was written.
+    anon = v.file == NULL or (anon and not v.flags & VM_SHARED)
     if v.flags & VM_HUGETLB:
         level = vma_level(mm, v)
     elif leaf and order == m.pmd_order:
@@ -76,7 +81,7 @@ cdef int adopt_one(mm_t *mm, uint64_t addr, uint64_t pfn, bint leaf, bint exclus
         if v.file != NULL:
             return -EINVAL
         bits |= PTE_SPECIAL
-    elif v.file != NULL:
+    elif not anon:
         pthread_mutex_lock(&v.file.lock)
         ok = into_cache(v.file, head, index)
         pthread_mutex_unlock(&v.file.lock)
@@ -93,7 +98,7 @@ cdef int adopt_one(mm_t *mm, uint64_t addr, uint64_t pfn, bint leaf, bint exclus
     elif page.mapping != mm.anon_id or page.index != index:
         return 0
     if not zero:
-        if v.file == NULL:
+        if anon:
             note_anon(v)
             if exclusive:
                 set_flag(page if level else &m.map[pfn], PG_owner_2)
@@ -114,11 +119,11 @@ cdef int adopt_one(mm_t *mm, uint64_t addr, uint64_t pfn, bint leaf, bint exclus
     return 1
 
 
-def adopt(MM self not None, addr, pfns, leaves, exclusive):
+def adopt(MM self not None, addr, pfns, leaves, exclusive, anon=None):
     """Map existing pages at consecutive addresses, where nothing is mapped yet; returns how many entries were made.
 
-    pfns: uint64 array, 0 for nothing; leaves, exclusive: bool arrays of the same length: which belong to a PMD leaf, and
-    which are this process's alone. The one reference of a fresh folio goes over to its first mapping, or to the page cache
+    pfns: uint64 array, 0 for nothing; leaves, exclusive, anon: bool arrays of the same length: which belong to a PMD leaf,
+    which are this process's alone, and which are anonymous (None: those of mappings without a file). The one reference of a fresh folio goes over to its first mapping, or to the page cache
     of the VMA's file. What cannot be mapped as asked (a folio that is mapped out of order, or taken by another file) is
     left out. Raises MMError: EFAULT outside of mappings, EINVAL for hugetlb pages in other VMAs or free pages, ENOMEM.
     """
@@ -128,10 +133,11 @@ def adopt(MM self not None, addr, pfns, leaves, exclusive):
     cdef const uint64_t[::1] numbers = np.ascontiguousarray(pfns, dtype=np.uint64)
     cdef const uint8_t[::1] leaf = np.ascontiguousarray(leaves, dtype=np.uint8)
     cdef const uint8_t[::1] alone = np.ascontiguousarray(exclusive, dtype=np.uint8)
+    cdef const uint8_t[::1] own = np.zeros(len(numbers), np.uint8) if anon is None else np.ascontiguousarray(anon, dtype=np.uint8)
     cdef int result = 0
     n = <uint64_t>numbers.shape[0]
-    if leaf.shape[0] != numbers.shape[0] or alone.shape[0] != numbers.shape[0]:
-        raise InvalidArgument("pfns, leaves and exclusive are arrays of one length")
+    if leaf.shape[0] != numbers.shape[0] or alone.shape[0] != numbers.shape[0] or own.shape[0] != numbers.shape[0]:
+        raise InvalidArgument("pfns, leaves, exclusive and anon are arrays of one length")
     if at & (page - 1):
         raise InvalidArgument(f"{at:#x} is no multiple of the page size", addr=at)
     for i in range(n):
@@ -142,7 +148,7 @@ def adopt(MM self not None, addr, pfns, leaves, exclusive):
         pthread_rwlock_wrlock(&mm.mmap_lock)
         for i in range(n):
             if numbers[i]:
-                result = adopt_one(mm, at + i * page, numbers[i], leaf[i], alone[i])
+                result = adopt_one(mm, at + i * page, numbers[i], leaf[i], alone[i], own[i])
                 if result < 0:
                     break
                 made += <uint64_t>result

@@ -105,7 +105,8 @@ cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write
             a64_store_release(&entry[i], (pfns[0] << PTE_PFN_SHIFT) | bits)
         i += 1
     table_used(m, table)[0] += i
-    if i and write:
+    if i:
+        # For the huge zero page too: a child of fork gets it with the rest, unlike the zero page of a PTE (seen on 6.18).
         note_anon(v)
     table_unlock(m, table)
     if write:
@@ -270,7 +271,7 @@ cdef int do_wp_page(mm_t *mm, vma_t *v, uint64_t table, uint64_t *entry, uint64_
         if unshare:
             return 0
         if not e & PTE_SPECIAL and v.file != NULL and v.file.kind == FILE_EXT4:
-            mark_dirty(m, pfn)
+            mark_dirty(m, compound_head_pfn(m.map, pfn))
         a64_store_release(entry, e | PTE_ACCESSED | written_bits(v))
         return 0
     if e & PTE_SPECIAL or pfn >= m.nr_pages:
@@ -410,7 +411,7 @@ cdef int do_file_fault(mm_t *mm, vma_t *v, uint64_t addr, bint write) noexcept n
                 error = copy_to_anon(mm, v, entry, (pfn << PTE_PFN_SHIFT) | PTE_PRESENT | PTE_SPECIAL, addr, False)
             else:
                 if write and f.kind == FILE_EXT4:
-                    mark_dirty(m, pfn)
+                    mark_dirty(m, compound_head_pfn(m.map, pfn))
                 page_map(m, pfn)
                 rss_add(mm, compound_head_pfn(m.map, pfn), 1)
                 a64_store_release(entry, (pfn << PTE_PFN_SHIFT) | file_bits(v, pfn, write))

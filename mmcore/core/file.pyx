@@ -170,16 +170,17 @@ cdef void dax_drop(file_t *f, uint64_t index) noexcept nogil:
         free_folio(m, head - m.map, order)
 
 cdef void file_write_page(file_t *f, uint64_t pfn) noexcept nogil:
-    """Write one dirty page of an ext4 file to its disk: clean first, so that what is dirtied meanwhile stays dirty."""
+    """Write a dirty folio of an ext4 file to its disk: clean first, so that what is dirtied meanwhile stays dirty."""
     cdef mem_t *m = f.m
-    cdef uint64_t index = m.map[pfn].index
+    cdef uint64_t i, index = m.map[pfn].index, nr = ONE << folio_order_of(&m.map[pfn])
     clear_dirty(m, pfn)
-    if test_flag(&m.map[pfn], PG_mm_written):
-        memcpy(f.disk + (index << m.page_shift), page_bytes(m, pfn), ONE << m.page_shift)
-    elif f.on_disk[index]:
-        memset(f.disk + (index << m.page_shift), 0, ONE << m.page_shift)
-    f.on_disk[index] = 1
-    stat_add(m, NR_WRITTEN, 1)
+    for i in range(nr):
+        if test_flag(&m.map[pfn + i], PG_mm_written):
+            memcpy(f.disk + ((index + i) << m.page_shift), page_bytes(m, pfn + i), ONE << m.page_shift)
+        elif f.on_disk[index + i]:
+            memset(f.disk + ((index + i) << m.page_shift), 0, ONE << m.page_shift)
+        f.on_disk[index + i] = 1
+    stat_add(m, NR_WRITTEN, <int64_t>nr)
 
 # ---- who maps it --------------------------------------------------------------------------------------------------------
 cdef int file_add_mm(file_t *f, mm_t *mm) noexcept nogil:
@@ -238,7 +239,7 @@ cdef int protect_stretch(mm_t *mm, vma_t *v, uint64_t addr, uint64_t first, uint
     e = a64_load_relaxed(entry)
     if pte_present(e) and not e & PTE_SPECIAL and pte_pfn(e) == <uint64_t>arg:
         if e & PTE_DIRTY:
-            mark_dirty(mm.m, pte_pfn(e))
+            mark_dirty(mm.m, compound_head_pfn(mm.m.map, pte_pfn(e)))
         a64_store_release(entry, e & ~(PTE_RW | PTE_DIRTY))
     table_unlock(mm.m, table)
     return 0
@@ -412,7 +413,7 @@ cdef class File:
         Shared entries are write-protected first, so that the next write through them is noticed.
         """
         cdef file_t *f = self.ptr()
-        cdef uint64_t i, written = 0, pfn
+        cdef uint64_t i, written = 0, pfn, head
         if f.kind != FILE_EXT4:
             return 0
         self.mem.enter()
@@ -422,9 +423,12 @@ cdef class File:
                 pfn = f.cache[i]
                 if is_page(pfn):
                     rmap_walk_file(f, i, 1, protect_stretch, <void *>pfn)
-                    if test_flag(&f.m.map[pfn], PG_dirty):
-                        file_write_page(f, pfn)
-                        written += 1
+                    head = compound_head_pfn(f.m.map, pfn)
+                    # With the last of its pages, when all of them are protected. What a truncation left is beyond the end.
+                    if (i + 1 == file_pages(f) or pfn + 1 == head + (ONE << folio_order_of(&f.m.map[head]))) \
+                            and test_flag(&f.m.map[head], PG_dirty):
+                        file_write_page(f, head)
+                        written += ONE << folio_order_of(&f.m.map[head])
             pthread_mutex_unlock(&f.lock)
         self.mem.leave()
         return written
@@ -494,7 +498,7 @@ cdef bint device_busy(file_t *f, uint64_t first) noexcept nogil:
 
 cdef int file_truncate(file_t *f, uint64_t size) noexcept nogil:
     cdef mem_t *m = f.m
-    cdef uint64_t page = ONE << m.page_shift, first = (size + page - 1) >> m.page_shift, i, pfn, head, last
+    cdef uint64_t page = ONE << m.page_shift, first = (size + page - 1) >> m.page_shift, i, pfn, head, last, next
     cdef int error = 0
     pthread_mutex_lock(&f.lock)
     last = file_pages(f)
@@ -516,11 +520,12 @@ cdef int file_truncate(file_t *f, uint64_t size) noexcept nogil:
             continue
         pfn = f.cache[i >> f.order]
         if f.order == 0 and is_page(pfn) and page_is_tail(&m.map[pfn]):
-            # The end lies inside a THP: split it when nobody else holds it; else it stays whole until it is dropped.
+            # The end lies inside a large folio: split it when nobody else holds it; else it stays whole until it is dropped.
             head = compound_head_pfn(m.map, pfn)
+            next = m.map[head].index + (ONE << folio_order_of(&m.map[head]))
             if ref_add_positive(&m.map[head], 1):
                 trim_folio(f, head, i)
-            i = (i | ((ONE << m.pmd_order) - 1)) + 1
+            i = next
             continue
         elif pfn:
             file_drop(f, i)
@@ -537,7 +542,7 @@ cdef int file_truncate(file_t *f, uint64_t size) noexcept nogil:
     return 0
 
 cdef void trim_folio(file_t *f, uint64_t head, uint64_t index) noexcept nogil:
-    """Split a THP that the new end cuts, and drop its pages from `index` on. The caller's reference goes."""
+    """Split a large folio that the new end cuts, and drop its pages from `index` on. The caller's reference goes."""
     cdef mem_t *m = f.m
     cdef uint64_t i, nr = ONE << folio_order_of(&m.map[head]), start = m.map[head].index
     if split(m, head, 0) == 0:

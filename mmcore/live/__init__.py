@@ -21,9 +21,11 @@ from .capture import Capture, capture
 from .errors import NotPossible
 from .frames import Frames
 from .iouring import KernelRegister, Prediction, kernel_register, predict_iouring_pins
-from .limits import Limits, Preflight, limits, preflight
+from .limits import Limits, limits
+from .longterm import Longterm, why_not_longterm
 from .machine import Machine
 from .mapped import MappingBacking
+from .preflight import Charge, Preflight, preflight
 from .replay import Replay
 from .thp import why_not_huge
 from .units import format_size, parse_size
@@ -31,8 +33,9 @@ from .vma import Vma, vmas
 from .vmstat import foll_pins, vmstat
 
 __all__ = [
-    "BACKINGS", "Backing", "Buffer", "Capture", "Frames", "KernelRegister", "Limits", "Machine",
-    "MappingBacking", "NotPossible", "Prediction", "Preflight", "Replay", "Vma", "buffer", "capture",
-    "diff", "foll_pins", "format_size", "frag", "kernel_register", "limits", "parse_size", "picture",
-    "pins", "plot", "predict_iouring_pins", "preflight", "types", "vmas", "vmstat", "why_not_huge",
+    "BACKINGS", "Backing", "Buffer", "Capture", "Charge", "Frames", "KernelRegister", "Limits",
+    "Longterm", "Machine", "MappingBacking", "NotPossible", "Prediction", "Preflight", "Replay", "Vma",
+    "buffer", "capture", "diff", "foll_pins", "format_size", "frag", "kernel_register", "limits",
+    "parse_size", "picture", "pins", "plot", "predict_iouring_pins", "preflight", "types", "vmas",
+    "vmstat", "why_not_huge", "why_not_longterm",
 ]

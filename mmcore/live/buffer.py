@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import sys
+import time
 
 from mmcore.core.errors import MMError
 
@@ -57,6 +58,29 @@ class Buffer(mmap.mmap):
         """Return a new writable memoryview of all bytes; release it before close()."""
         return memoryview(self)
 
+    def populate(self, clock=time.perf_counter_ns):
+        """Write every page, after asking the kernel to, which fails instead of killing us; returns the ns that it took.
+
+        Raises MMError where memory, or the hugetlb limit of a cgroup, runs out.
+        """
+        start = clock()
+        try:
+            self.madvise(MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:     # EINVAL: before Linux 5.14
+                raise MMError(
+                    error.errno,
+                    f"populating {format_size(self.length)} of {self.backing} failed: "
+                    f"{error.strerror}; memory or the hugetlb limit of this cgroup ran out",
+                ) from None
+            for offset in range(0, len(self), mmap.PAGESIZE):
+                self[offset] = 1
+        taken = clock() - start
+        # The written byte differs from 0: the kernel may split a THP of zeros to save memory.
+        for offset in range(0, len(self), mmap.PAGESIZE):
+            self[offset] = 1
+        return taken
+
     def close(self):
         """Unmap the buffer; do nothing the second time.
 
@@ -85,7 +109,7 @@ class Buffer(mmap.mmap):
         return f"<mmcore.live.Buffer {self.addr:#x}+{self.length:#x} backing={self.backing}>"
 
 
-def buffer(size, backing="4k"):
+def buffer(size, backing="4k", *, populate=True):
     """Make and populate a real buffer of this process; returns Buffer, a context manager.
 
     size is bytes as int or "256M", rounded up to a page; "thp" and "hugetlb" round up to a
@@ -93,6 +117,7 @@ def buffer(size, backing="4k"):
     backing: "4k" (base pages, no THP), "thp" (advised), "hugetlb" (from the pool, which is
     never grown here), "shmem" (shared anonymous).
     What backs it really, `capture(buffer).backing()` tells: a THP may not be had.
+    populate=False: not a page is there until it is touched, or until populate().
 
     Raises NotPossible off Linux, without hugetlb pages or without THP support, and
     MMError (ENOMEM) where the memory is not there.
@@ -111,11 +136,12 @@ def buffer(size, backing="4k"):
         unit = thp_size() if backing == "thp" else mmap.PAGESIZE
         made = _map_small(round_up(wanted, unit), backing)
     made.backing = backing
-    try:
-        _populate(made)
-    except BaseException:
-        made.close()
-        raise
+    if populate:
+        try:
+            made.populate()
+        except BaseException:
+            made.close()
+            raise
     return made
 
 
@@ -232,22 +258,6 @@ def _map_hugetlb(wanted):
         f"grow the pool as root: echo {pool['total'] + needed - pool['available']} > "
         f"{_pool_dir(size)}/nr_hugepages, and set it back to {pool['total']} afterwards",
     )
-
-
-def _populate(made):
-    """Write every page, after asking the kernel to, which fails instead of killing us."""
-    try:
-        made.madvise(MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:     # EINVAL: before Linux 5.14
-            raise MMError(
-                error.errno,
-                f"populating {format_size(made.length)} of {made.backing} failed: "
-                f"{error.strerror}; memory or the hugetlb limit of this cgroup ran out",
-            ) from None
-    # The written byte differs from 0: the kernel may split a THP of zeros to save memory.
-    for offset in range(0, len(made), mmap.PAGESIZE):
-        made[offset] = 1
 
 
 def thp_size():

@@ -6,7 +6,6 @@ with CAP_IPC_LOCK is exempt from all of them.
 """
 
 import errno
-import mmap
 import os
 import sys
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from .units import format_size
 
 CAP_IPC_LOCK = 14
 CAP_SYS_ADMIN = 21
+NO_CGROUP_LIMIT = 1 << 62        # version 1 writes "no limit" as the largest number of pages
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Preflight:
-    """Whether a registration of `needed` bytes passes RLIMIT_MEMLOCK, and what to do if not."""
+class Fit:
+    """Whether `needed` bytes on top of `current` pass RLIMIT_MEMLOCK, and what to do if not."""
 
     needed: int
     limit: "int | None"
-    current: int         # bytes pinned now (VmPin)
+    current: int         # bytes counted now
     verdict: str         # "fits", "unlimited", "exempt" or "refused"
     reason: str
     remedy: str          # empty unless refused
@@ -168,47 +168,68 @@ def limits(pid="self"):
     )
 
 
-def fit(needed, have):
-    """Judge `needed` bytes against Limits as RDMA does: pinned + needed <= soft limit."""
-    words = f"{format_size(needed)} needed, {format_size(have.pinned)} pinned now"
+def fit(needed, have, current=None, counted_in="VmPin"):
+    """Judge `needed` bytes against Limits: current + needed <= soft limit. current: bytes, VmPin when None."""
+    current = have.pinned if current is None else current
+    now = "pinned now" if counted_in == "VmPin" else f"in {counted_in} now"
+    words = f"{format_size(needed)} needed, {format_size(current)} {now}"
+    remedy = ""
     if have.cap_ipc_lock:
-        verdict, reason, remedy = "exempt", "CAP_IPC_LOCK: no limit applies", ""
+        verdict, reason = "exempt", "CAP_IPC_LOCK: no limit applies"
     elif have.soft is None:
-        verdict, reason, remedy = "unlimited", "RLIMIT_MEMLOCK is unlimited", ""
-    elif have.pinned + needed <= have.soft:
-        verdict, reason, remedy = "fits", f"{words}, limit {format_size(have.soft)}", ""
+        verdict, reason = "unlimited", "RLIMIT_MEMLOCK is unlimited"
+    elif current + needed <= have.soft:
+        verdict, reason = "fits", f"{words}, limit {format_size(have.soft)}"
     else:
-        total = have.pinned + needed
         verdict = "refused"
         reason = f"{words}, limit {format_size(have.soft)}: the kernel answers ENOMEM"
-        kilobytes = -(-total // 1024)
-        if have.hard is None or total <= have.hard:
-            remedy = f"ulimit -l {kilobytes}"
-        else:
-            remedy = (
-                f"the hard limit is {format_size(have.hard)}: as root, `memlock {kilobytes}` in "
-                f"/etc/security/limits.conf, or LimitMEMLOCK={kilobytes}K in the systemd unit, or "
-                "give the program CAP_IPC_LOCK"
-            )
-    return Preflight(needed, have.soft, have.pinned, verdict, reason, remedy)
+        remedy = remedy_words(current + needed, have)
+    return Fit(needed, have.soft, current, verdict, reason, remedy)
+
+
+def remedy_words(total, have):
+    """Return in one line how a process comes to lock `total` bytes."""
+    kilobytes = -(-total // 1024)
+    if have.hard is None or total <= have.hard:
+        return f"ulimit -l {kilobytes}"
+    return (
+        f"the hard limit is {format_size(have.hard)}: as root, `memlock {kilobytes}` in "
+        f"/etc/security/limits.conf, or LimitMEMLOCK={kilobytes}K in the systemd unit, or "
+        "give the program CAP_IPC_LOCK"
+    )
+
+
+def remedies(total, have, *, own=False):
+    """Return the commands that let a process lock `total` bytes: [(what for, command)], the least far-reaching first.
+
+    own: the process is this one, which takes its limit from the shell that starts it.
+    """
+    kilobytes = -(-total // 1024)
+    size = kilobytes << 10
+    pid, who = ("$$", "the shell that starts it") if own else (have.pid, "the process as it runs")
+    found = []
+    if have.hard is None or total <= have.hard:
+        found.append(("the shell that starts it", f"ulimit -l {kilobytes}"))
+        if not own:
+            found.append((who, f"prlimit --pid {pid} --memlock={size}:"))
+    else:
+        found.append((f"{who}, as root (CAP_SYS_RESOURCE)", f"prlimit --pid {pid} --memlock={size}:{size}"))
+        found.append(("logins, a line in /etc/security/limits.conf", f"* - memlock {kilobytes}"))
+    found.append(("a systemd unit, in [Service]", f"LimitMEMLOCK={kilobytes}K"))
+    found.append(("a container", f"docker run --ulimit memlock={size}:{size}"))
+    try:
+        program = os.path.realpath(proc_path(have.pid, "exe"))
+    except OSError:
+        program = ""
+    if os.path.isfile(program):
+        whose = "every program of this interpreter" if own else "the program, for good"
+        found.append((f"{whose}, as root", f"setcap cap_ipc_lock+ep {program}"))
+    return found
 
 
 def pages_spanned(addr, length, page_size):
     """Return the pages that [addr, addr + length) touches: what pinning it counts."""
     return -(-(addr + length) // page_size) - addr // page_size
-
-
-def preflight(target, page_size=None):
-    """Tell whether registering a capture, a buffer or several buffers passes RLIMIT_MEMLOCK.
-
-    Whole pages are counted, as the kernel does. Returns Preflight, in bytes.
-    """
-    page_size = page_size or mmap.PAGESIZE
-    if hasattr(target, "pfns"):
-        return fit(len(target.pfns) * target.page_size, target.limits)
-    buffers = [target] if hasattr(target, "addr") else list(target)
-    needed = sum(pages_spanned(b.addr, b.length, page_size) for b in buffers) * page_size
-    return fit(needed, limits())
 
 
 def available_memory():
@@ -224,17 +245,22 @@ def available_memory():
                     room = int(line.split()[1]) << 10
     except OSError:
         return None
-    for limit, usage in _cgroup_limits():
+    for _, limit, usage in cgroup_memory():
         room = limit - usage if room is None else min(room, limit - usage)
     return None if room is None else max(0, room)
 
 
-def _cgroup_limits():
+def cgroup_memory(pid="self"):
+    """Return [(limit file, limit, usage)] in bytes of the memory cgroups, version 1 or 2, that hold a process, innermost first.
+
+    Empty where there is no limit, or none that can be read. What belongs to inner namespaces is not seen.
+    """
+    found = []
     try:
-        with open("/proc/self/cgroup") as file:
+        with open(proc_path(pid, "cgroup")) as file:
             groups = [line.rstrip("\n").split(":", 2) for line in file]
     except OSError:
-        return
+        return found
     for _, controllers, path in groups:
         if controllers == "":
             base, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
@@ -248,12 +274,15 @@ def _cgroup_limits():
         while True:
             try:
                 limit, usage = (_number(f"{base}{path}/{name}") for name in names)
-                yield limit, usage
             except (OSError, ValueError):
                 pass                    # no such file, or "max"
+            else:
+                if limit < NO_CGROUP_LIMIT:
+                    found.append((f"{base}{path}/{names[0]}", limit, usage))
             if not path:
                 break
             path = path.rpartition("/")[0]
+    return found
 
 
 def _number(path):

@@ -1,0 +1,77 @@
+"""
+Tell before registering whether it will be refused: what RDMA, VFIO and io_uring each count for a buffer, against which limit,
+and the commands that help.
+"""
+
+from .output import print_fields, print_json, print_table
+from .register import _address, _positive, _size
+
+HELP = "will registering this buffer be refused, and what helps?"
+DEFAULT_SIZE = "256M"
+
+
+def add_arguments(parser):
+    """Declare the options of the verb."""
+    parser.add_argument("file", nargs="?", help="a capture file, instead of a process")
+    parser.add_argument("--pid", type=_positive, help="look at a buffer of this process, with --addr and --length, or at all of it")
+    parser.add_argument("--addr", type=_address, help="its address, as in /proc/PID/maps")
+    parser.add_argument("--length", type=_size, help="its length in bytes")
+    parser.add_argument("--size", type=_size, help=f"make a buffer of this size here (default {DEFAULT_SIZE})")
+    parser.add_argument("--backing", choices=("4k", "thp", "hugetlb", "shmem"), help="and back it with this (default thp)")
+    parser.add_argument("--api", action="append", choices=("rdma", "vfio", "io_uring"), help="only this one; may be given again")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 when it will be refused")
+
+
+def run(args):
+    """Look and print."""
+    if (args.addr is None) != (args.length is None):
+        args.usage_error("--addr and --length go together")
+    if args.file and (args.pid or args.addr is not None):
+        args.usage_error("a file or --pid, not both")
+    if args.addr is not None and args.pid is None:
+        args.usage_error("--addr and --length need --pid")
+    if (args.file or args.pid) and (args.size or args.backing):
+        args.usage_error("--size and --backing make a buffer of their own: no --pid, no file")
+    from mmcore.live import Capture, buffer, capture
+    from mmcore.live.preflight import APIS, preflight
+
+    apis = [api for api in APIS if not args.api or api.lower() in args.api]
+    if args.file:
+        found = preflight(Capture.load(args.file), apis=apis)
+    elif args.pid:
+        found = preflight(capture(args.pid, args.addr, args.length), apis=apis)
+    else:
+        with buffer(args.size or _size(DEFAULT_SIZE), args.backing or "thp") as buf:
+            found = preflight(buf, apis=apis)
+    if args.json:
+        print_json(found.as_dict())
+    else:
+        print_report(found)
+    return 1 if args.check and not found.ok else 0
+
+
+def print_report(found):
+    """Print a Preflight as text."""
+    from mmcore.live.units import format_size
+
+    def limit(nbytes):
+        return "unlimited" if nbytes is None else format_size(nbytes)
+
+    have = found.limits
+    print_fields([
+        ("process", f"{have.pid}, CAP_IPC_LOCK {'yes' if have.cap_ipc_lock else 'no'}"),
+        ("memlock", f"soft {limit(have.soft)}, hard {limit(have.hard)}; VmLck {format_size(have.locked)}, VmPin {format_size(have.pinned)}"),
+        *[("cgroup", f"{path}: {format_size(usage)} of {format_size(most)}") for path, most, usage in found.cgroup],
+        ("missing", format_size(found.not_present) + " not present: registering faults it in" if found.not_present else "nothing"),
+    ])
+    print()
+    print_table(("api", "each", "pages", "needed", "now", "counted in", "verdict"), [
+        (row.api, row.each, str(row.pages), format_size(row.needed), format_size(row.current), row.counted_in, row.verdict)
+        for row in found.charges])
+    print()
+    fields = [("verdict", f"{found.verdict}: {found.reason}")]
+    fields += [("remedy" if not number else "", f"{command}    ({what})") for number, (what, command) in enumerate(found.remedies[:12])]
+    if len(found.remedies) > 12:
+        fields.append(("", f"and {len(found.remedies) - 12} more; --json has all"))
+    fields += [("note", note) for note in found.notes]
+    print_fields(fields)
