@@ -8,7 +8,8 @@ import importlib
 import os
 import sys
 
-VERBS = ("register", "mr-test", "preflight", "why-not-longterm")        # one module of this package each: mr-test is mr_test.py
+# One module of this package each: mr-test is mr_test.py.
+VERBS = ("register", "mr-test", "preflight", "why-not-longterm")
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
