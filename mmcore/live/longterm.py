@@ -37,6 +37,13 @@ from .units import format_size
 NOT_TRACKED = {"tmpfs", "devtmpfs", "ramfs", "rootfs", "hugetlbfs"}
 MEMORY_PATHS = ("/dev/zero", "/memfd:", "/dev/shm/", "/SYSV", "/anon_hugepage", "/dev/dax")
 SECRETMEM = "/secretmem"
+# kpageflags bit, what it says of a frame, remedy: such frames cannot be pinned.
+UNFIT = (
+    (KPF_NOPAGE, "has no struct page that could hold a pin",
+     "VFIO maps such frames without pinning; for RDMA export the memory as a dma-buf"),
+    (KPF_HWPOISON, "had a memory error (hwpoison)", "unmap and touch it again: another page takes its place"),
+    (KPF_OFFLINE, "is offline: a balloon or hotplug driver owns it", "look at that driver"),
+)
 
 
 @dataclass(frozen=True)
@@ -277,30 +284,10 @@ def _judge(capture, addr, vma, word, pfn, flags, mapcount, order, write):
         checks.append(("page", "swapped out, or being moved" if swapped else "not present"))
         text = "the pin faults it in, and the kernel allocates pages for long-term pins outside of ZONE_MOVABLE and CMA"
         return answer("unknown" if unsure else "pinnable", "; ".join(unsure + [text]))
-    if bit(KPF_NOPAGE):
-        checks.append(("page", f"PFN {pfn:#x} has no struct page"))
-        return answer(
-            "refused",
-            f"PFN {pfn:#x} has no struct page that could hold a pin",
-            "VFIO maps such frames without pinning; for RDMA export the memory as a dma-buf",
-            errno.EFAULT,
-        )
-    if bit(KPF_HWPOISON):
-        checks.append(("page", f"PFN {pfn:#x} is marked hwpoison"))
-        return answer(
-            "refused",
-            f"PFN {pfn:#x} had a memory error (hwpoison)",
-            "unmap and touch it again: another page takes its place",
-            errno.EFAULT,
-        )
-    if bit(KPF_OFFLINE):
-        checks.append(("page", f"PFN {pfn:#x} is offline"))
-        return answer(
-            "refused",
-            f"PFN {pfn:#x} is offline: a balloon or hotplug driver owns it",
-            "look at that driver",
-            errno.EFAULT,
-        )
+    for flag, what, remedy in UNFIT:
+        if bit(flag):
+            checks.append(("page", f"PFN {pfn:#x} {what}"))
+            return answer("refused", f"PFN {pfn:#x} {what}", remedy, errno.EFAULT)
     checks.append(("page", _page_words(pfn, order, mapcount, capture.page_size, bit)))
     replaced = _replaced(vma, word, write, bit)
     if replaced:
