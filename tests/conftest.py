@@ -12,7 +12,7 @@ settings.load_profile(os.environ.get("MMCORE_TEST_PROFILE", "default"))
 
 def pytest_addoption(parser):
     parser.addoption("--change-system", action="store_true",
-                     help="let tests change huge page settings and pools in /sys, as root; they put back what they found")
+                     help="let tests change huge page settings and pools, as root; they put back what they found")
 
 
 @pytest.fixture

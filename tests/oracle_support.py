@@ -1,12 +1,14 @@
-"""What the tests that ask the kernel share: real memory of every kind, and counters that others on the machine move too."""
+"""What the tests that ask the kernel share: real memory of every kind, and counters that others on the machine move
+too."""
 
 import contextlib
 import ctypes
 import mmap
 import os
+import sys
 
 import pytest
-from live_support import PAGE, ROOT, or_skip, scratch_file
+from live_support import PAGE, or_skip, scratch_file
 
 from mmcore import live
 from mmcore.live.buffer import hugetlb_pool, hugetlb_size
@@ -20,11 +22,12 @@ THP = "/sys/kernel/mm/transparent_hugepage"
 FAILED = ctypes.c_void_p(-1).value
 
 libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-libc.mprotect.argtypes = libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+if sys.platform.startswith("linux"):
+    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mprotect.argtypes = libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def checked(result, what):
@@ -106,7 +109,8 @@ def need_switch(change, path, word):
             change(path, word)
 
 
-# ---- memory of every kind: each takes (Area, the change_system fixture or a stand-in, a folder); gives what it made -----------
+# ---- memory of every kind: each takes (Area, the change_system fixture or a stand-in, a folder); gives what it made
+# -----------
 def base_pages(area, *_):
     addr = area.map(64 * PAGE)
     advise(addr, 64 * PAGE, MADV_NOHUGEPAGE)
@@ -116,7 +120,7 @@ def base_pages(area, *_):
 
 def mthp_64k(area, change, _):
     need_switch(change, f"{THP}/hugepages-64kB/enabled", "madvise")
-    length = HUGE // 2                                  # too short for a PMD
+    length = HUGE // 2  # too short for a PMD
     addr = area.map(length)
     advise(addr, length, MADV_HUGEPAGE)
     write(addr, length)
@@ -246,15 +250,38 @@ def thp_with_holes(area, *_):
 
 
 LAYOUTS = {
-    "4 KiB": base_pages, "mTHP 64K": mthp_64k, "THP": thp, "hugetlb": hugetlb, "hugetlb shared": hugetlb_shared, "shmem": shmem,
-    "shmem THP": shmem_thp, "memfd": memfd, "memfd twice": memfd_twice, "file private, read": file_private_read,
-    "file private, written": file_private_written, "file shared": file_shared, "zero page after a read": zero_pages,
-    "huge zero page": huge_zero_page, "after mremap": moved, "THP after mremap askew": thp_moved_askew, "after munmap": cut,
-    "THP after munmap": thp_cut, "THP with a hole": thp_with_holes,
+    "4 KiB": base_pages,
+    "mTHP 64K": mthp_64k,
+    "THP": thp,
+    "hugetlb": hugetlb,
+    "hugetlb shared": hugetlb_shared,
+    "shmem": shmem,
+    "shmem THP": shmem_thp,
+    "memfd": memfd,
+    "memfd twice": memfd_twice,
+    "file private, read": file_private_read,
+    "file private, written": file_private_written,
+    "file shared": file_shared,
+    "zero page after a read": zero_pages,
+    "huge zero page": huge_zero_page,
+    "after mremap": moved,
+    "THP after mremap askew": thp_moved_askew,
+    "after munmap": cut,
+    "THP after munmap": thp_cut,
+    "THP with a hole": thp_with_holes,
 }
 #: What large folios a layout is about: without them the test would say nothing.
-WANTED_ORDER = {"mTHP 64K": 4, "THP": 9, "hugetlb": 9, "hugetlb shared": 9, "shmem THP": 9, "huge zero page": 9,
-                "THP after mremap askew": 9, "THP after munmap": 9, "THP with a hole": 9}
+WANTED_ORDER = {
+    "mTHP 64K": 4,
+    "THP": 9,
+    "hugetlb": 9,
+    "hugetlb shared": 9,
+    "shmem THP": 9,
+    "huge zero page": 9,
+    "THP after mremap askew": 9,
+    "THP after munmap": 9,
+    "THP with a hole": 9,
+}
 
 
 @contextlib.contextmanager
@@ -276,7 +303,8 @@ def layout(name, request, folder):
         area.close()
 
 
-# ---- counters ---------------------------------------------------------------------------------------------------------
+# ---- counters
+# ---------------------------------------------------------------------------------------------------------
 def pins_of(action, expected, tries=30):
     """Return (acquired, released) pages that an action counts, machine-wide.
 

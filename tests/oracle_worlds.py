@@ -1,7 +1,7 @@
 """Two worlds for one scenario: real processes that do as they are told, and address spaces of the engine.
 
-Both have the methods of the scenario's words (write, read, fork, ...); state() tells of each page what /proc says, and its
-first byte, so that the two can be compared after every step.
+Both have the methods of the scenario's words (write, read, fork, ...); state() tells of each page what /proc says, and
+its first byte, so that the two can be compared after every step.
 """
 
 import contextlib
@@ -16,7 +16,19 @@ import time
 import numpy as np
 from live_support import PAGE, or_skip
 from oracle_support import (
-    ANON, HUGE, HUGETLB, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MREMAP_FIXED, MREMAP_MAYMOVE, PRIVATE, SHARED, Area, advise, checked, libc,
+    ANON,
+    HUGE,
+    HUGETLB,
+    MADV_HUGEPAGE,
+    MADV_NOHUGEPAGE,
+    MREMAP_FIXED,
+    MREMAP_MAYMOVE,
+    PRIVATE,
+    SHARED,
+    Area,
+    advise,
+    checked,
+    libc,
 )
 
 import mmcore as mmc
@@ -25,7 +37,7 @@ from mmcore.live import pagemap as pm
 from mmcore.live.iouring import _Ring
 from mmcore.live.limits import status
 
-ROOM = 4 * HUGE                 # bytes of addresses that a scenario may use
+ROOM = 4 * HUGE  # bytes of addresses that a scenario may use
 PROCESSES = "abcd"
 PAGES = {"4k": 8, "mthp 64k": 32, "thp": 1024, "hugetlb": 1024, "shmem": 8, "private file": 8}
 ORDER = {"4k": 0, "mthp 64k": 4, "thp": 9, "hugetlb": 9, "shmem": 0, "private file": 0}
@@ -49,7 +61,7 @@ class Processes:
         self.backing = backing
         self.pairs = {name: socket.socketpair() for name in PROCESSES}
         for mine, _ in self.pairs.values():
-            mine.settimeout(20)         # a process that died holds no other back
+            mine.settimeout(20)  # a process that died holds no other back
         self.pids = {}
         pid = os.fork()
         if pid == 0:
@@ -80,7 +92,7 @@ class Processes:
     def exit(self, who):
         self.pairs[who][0].sendall(b'["exit"]\n')
         pid = self.pids.pop(who)
-        for _ in range(3000):           # a zombie has no memory any more
+        for _ in range(3000):  # a zombie has no memory any more
             try:
                 if status(pid)["State"][0] in "ZX":
                     break
@@ -277,8 +289,14 @@ class Spaces:
                 rows.append(None)
                 continue
             page = self.mem.page(word & int(pm.PM_PFN_MASK))
-            rows.append((page.pfn, (word & int(pm.PM_FILE | pm.PM_MMAP_EXCLUSIVE)) >> 56, page.folio.order,
-                         bytes(mmc.page_address(page)[:1]) if page.refcount or page.folio.refcount else b"\0"))
+            rows.append(
+                (
+                    page.pfn,
+                    (word & int(pm.PM_FILE | pm.PM_MMAP_EXCLUSIVE)) >> 56,
+                    page.folio.order,
+                    bytes(mmc.page_address(page)[:1]) if page.refcount or page.folio.refcount else b"\0",
+                )
+            )
         return rows
 
     def close(self):

@@ -1,4 +1,6 @@
-"""Mapping folios that exist already, large ones of files too: as ext4 and xfs have them, and as only captures bring them here."""
+"""Mapping folios that exist already, large ones of files too: as ext4 and xfs have them, and as only captures bring
+them here."""
+
 import numpy as np
 import pytest
 from mm_support import PAGE
@@ -7,7 +9,7 @@ from support import released, unchanged
 import mmcore as mmc
 from mmcore.core.adopt import adopt
 
-FIRST = 4096        # PFN
+FIRST = 4096  # PFN
 
 
 @pytest.fixture
@@ -33,7 +35,9 @@ def mapped(mem, kind, order, flags=mmc.MAP_SHARED, n=None):
     return mm, file, addr
 
 
-@pytest.mark.parametrize("kind, order", [("tmpfs", 0), ("tmpfs", 4), ("ext4", 0), ("ext4", 4), ("ext4", 9), ("hugetlbfs", 9)])
+@pytest.mark.parametrize(
+    "kind, order", [("tmpfs", 0), ("tmpfs", 4), ("ext4", 0), ("ext4", 4), ("ext4", 9), ("hugetlbfs", 9)]
+)
 def test_a_write_dirties_the_folio_and_no_word_of_a_tail(mem, kind, order):
     mm, file, addr = mapped(mem, kind, order)
     n = 1 << order

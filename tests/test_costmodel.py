@@ -1,4 +1,5 @@
-"""The cost model, on recorded runs: fit, interval, the share of runs inside; what is kept, and what is doubted. No test takes a time."""
+"""The cost model, on recorded runs: fit, interval, the share of runs inside; what is kept, and what is doubted. No test
+takes a time."""
 
 import csv
 import datetime
@@ -30,7 +31,13 @@ def recorded():
 
 
 def calibration(samples, **change):
-    how = {"kernel": "6.18", "cpu": "some", "date": "2026-11-30T12:00:00+00:00", "page_size": 4096, "missing": {}} | change
+    how = {
+        "kernel": "6.18",
+        "cpu": "some",
+        "date": "2026-11-30T12:00:00+00:00",
+        "page_size": 4096,
+        "missing": {},
+    } | change
     return cm.Calibration(samples=samples, **how)
 
 
@@ -38,7 +45,8 @@ SAMPLES = recorded()
 SESSIONS = sorted({sample["session"] for sample in SAMPLES})
 
 
-# ---- the fit ----------------------------------------------------------------------------------------------------------
+# ---- the fit
+# ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("fixed, per_page", [(5000.0, 60.0), (0.0, 4.0), (20000.0, 0.0), (100.0, 0.05)])
 def test_a_line_without_noise_is_found(fixed, per_page):
     pages = np.repeat([512, 1024, 2048, 8192, 32768], 5)
@@ -66,10 +74,19 @@ def test_a_wild_run_bends_no_line():
     assert line.at(4096).middle == pytest.approx(1000 + 50 * 4096)
 
 
-@pytest.mark.parametrize("pages, ns", [
-    ([1] * 19, [1.0] * 19), ([1] * 20, [1.0] * 21), ([], []), ([0] * 20, [1.0] * 20), ([1] * 20, [0.0] * 20),
-    ([1] * 20, [float("nan")] * 20), ([1] * 20, [float("inf")] * 20), ([1] * 20, [-1.0] * 20),
-])
+@pytest.mark.parametrize(
+    "pages, ns",
+    [
+        ([1] * 19, [1.0] * 19),
+        ([1] * 20, [1.0] * 21),
+        ([], []),
+        ([0] * 20, [1.0] * 20),
+        ([1] * 20, [0.0] * 20),
+        ([1] * 20, [float("nan")] * 20),
+        ([1] * 20, [float("inf")] * 20),
+        ([1] * 20, [-1.0] * 20),
+    ],
+)
 def test_bad_samples_are_refused(pages, ns):
     with pytest.raises(ValueError, match="samples"):
         cm.fit(pages, ns)
@@ -97,7 +114,8 @@ def test_the_interval_holds_what_it_says_of_new_runs(seed):
     assert np.mean(shares) >= cm.CONFIDENCE
 
 
-# ---- recorded runs ----------------------------------------------------------------------------------------------------
+# ---- recorded runs
+# ----------------------------------------------------------------------------------------------------
 def test_recorded_runs_lie_inside_their_own_interval():
     got = cm.share_inside(calibration(SAMPLES), SAMPLES)
     assert got["runs"] == len(SAMPLES)
@@ -149,7 +167,11 @@ def test_coverage_draws_sizes_within_what_is_known_and_counts(monkeypatch):
 
     def measure(nbytes, backing):
         asked.append((nbytes, backing))
-        return {"backing": backing, "nbytes": nbytes, **{phase: one.middle for phase, one in made.predict(backing, nbytes).items()}}
+        return {
+            "backing": backing,
+            "nbytes": nbytes,
+            **{phase: one.middle for phase, one in made.predict(backing, nbytes).items()},
+        }
 
     share, runs = cm.coverage(made, 25, seed=1, measure=measure)
     assert share == {phase: 1.0 for phase in cm.PHASES} | {"runs": 25} and len(runs) == 25
@@ -161,12 +183,15 @@ def test_coverage_draws_sizes_within_what_is_known_and_counts(monkeypatch):
     assert again == asked[:25]
 
 
-# ---- what is kept, and what is doubted ----------------------------------------------------------------------------------
+# ---- what is kept, and what is doubted
+# ----------------------------------------------------------------------------------
 def test_saved_and_loaded_it_says_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = calibration(SAMPLES, missing={"hugetlb": ("no pool", "grow it")})
     path = made.save()
-    assert path == cm.cache_path() == str(tmp_path / "mmcore" / "calibration.json") and os.listdir(tmp_path / "mmcore") == ["calibration.json"]
+    assert path == cm.cache_path() == str(tmp_path / "mmcore" / "calibration.json") and os.listdir(
+        tmp_path / "mmcore"
+    ) == ["calibration.json"]
     got = cm.Calibration.load()
     assert got == made and got.lines == made.lines and got.sessions == SESSIONS
     with pytest.raises(NotPossible, match="no pool; grow it"):
@@ -185,13 +210,23 @@ def test_without_an_absolute_xdg_cache_home_it_is_in_the_home(monkeypatch, value
     assert cm.cache_path() == "/home/somebody/.cache/mmcore/calibration.json"
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda data: data.pop("samples"), lambda data: data.update(version=99), lambda data: data.update(samples=[]),
-    lambda data: data["samples"][0].pop("free"), lambda data: data["samples"][0].update(register="x"),
-    lambda data: data["samples"][0].update(register=-5), lambda data: data.update(date="yesterday"), lambda data: data.update(missing=7),
-    lambda data: data.update(page_size=0), lambda data: data.update(samples=data["samples"][:5]), lambda data: data["samples"][0].update(nbytes=0),
-    lambda data: data.update(date="2026-11-30T12:00:00"),
-])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data.pop("samples"),
+        lambda data: data.update(version=99),
+        lambda data: data.update(samples=[]),
+        lambda data: data["samples"][0].pop("free"),
+        lambda data: data["samples"][0].update(register="x"),
+        lambda data: data["samples"][0].update(register=-5),
+        lambda data: data.update(date="yesterday"),
+        lambda data: data.update(missing=7),
+        lambda data: data.update(page_size=0),
+        lambda data: data.update(samples=data["samples"][:5]),
+        lambda data: data["samples"][0].update(nbytes=0),
+        lambda data: data.update(date="2026-11-30T12:00:00"),
+    ],
+)
 def test_a_damaged_file_is_refused_with_the_remedy(tmp_path, spoil):
     path = str(tmp_path / "calibration.json")
     calibration(SAMPLES).save(path)
@@ -230,16 +265,24 @@ def test_doubts(monkeypatch):
 def test_sessions_of_one_machine_are_joined_and_the_oldest_go():
     def session(number, **change):
         date = f"2026-11-{number:02}T00:00:00+00:00"
-        return calibration([{**sample, "session": date} for sample in SAMPLES if sample["session"] == SESSIONS[0]], date=date, **change)
+        return calibration(
+            [{**sample, "session": date} for sample in SAMPLES if sample["session"] == SESSIONS[0]], date=date, **change
+        )
 
     kept = session(1)
     for number in range(2, 2 + cm.SESSIONS):
         kept = session(number).joined(kept)
-    assert len(kept.sessions) == cm.SESSIONS and kept.sessions[0].startswith("2026-11-02") and kept.date.startswith("2026-11-09")
+    assert (
+        len(kept.sessions) == cm.SESSIONS
+        and kept.sessions[0].startswith("2026-11-02")
+        and kept.date.startswith("2026-11-09")
+    )
     assert session(20, kernel="7.0").joined(kept).sessions == ["2026-11-20T00:00:00+00:00"]
     # What was measured once is not missing because it cannot be had today.
-    without = calibration([{**sample, "session": "2026-11-21"} for sample in SAMPLES if sample["backing"] == "4k"],
-                          missing={"thp": ("gone", "come back"), "hugetlb": ("no pool", "grow it")})
+    without = calibration(
+        [{**sample, "session": "2026-11-21"} for sample in SAMPLES if sample["backing"] == "4k"],
+        missing={"thp": ("gone", "come back"), "hugetlb": ("no pool", "grow it")},
+    )
     assert set(without.joined(kept).missing) == {"hugetlb"} and without.joined(kept).predict("thp", 4 << 20)
 
 
@@ -252,7 +295,11 @@ def test_calibrate_leaves_out_what_cannot_be_had(monkeypatch, tmp_path):
     monkeypatch.setattr(cm, "run_sample", measure)
     told = []
     got = cm.calibrate(rounds=4, progress=told.append)
-    assert set(got.lines) == {"4k", "thp"} and got.missing == {"hugetlb": ("no pool", "grow it")} and "round 1 of 4" in told[0]
+    assert (
+        set(got.lines) == {"4k", "thp"}
+        and got.missing == {"hugetlb": ("no pool", "grow it")}
+        and "round 1 of 4" in told[0]
+    )
     assert got.predict("thp", 8 << 20)["register"].middle == pytest.approx(8 << 20)
     path = str(tmp_path / "calibration.json")
     first = cm.recalibrate(path, rounds=4)

@@ -1,4 +1,5 @@
-"""Why a page cannot be pinned long-term: the rules on real mappings, with io_uring as the judge, and on captures of no machine."""
+"""Why a page cannot be pinned long-term: the rules on real mappings, with io_uring as the judge, and on captures of no
+machine."""
 
 import contextlib
 import ctypes
@@ -10,7 +11,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from live_support import CAP_SYS_ADMIN, PAGE, address_of, linux, mmcore, or_skip, root, scratch_file, secret_memory, without_capabilities
+from live_support import (
+    CAP_SYS_ADMIN,
+    PAGE,
+    address_of,
+    linux,
+    mmcore,
+    or_skip,
+    root,
+    scratch_file,
+    secret_memory,
+    without_capabilities,
+)
 
 from mmcore import InvalidArgument, MMError, live
 from mmcore.live import longterm
@@ -49,9 +61,14 @@ def mapped(kind, tmp_path):
 
 
 CASES = [
-    ("anon", "pinnable", "stays where it is"), ("hole", "pinnable", "faults it in"), ("zero", "pinnable", "zero page"),
-    ("memfd", "pinnable", "stays"), ("file private", "pinnable", "copy-on-write"), ("read-only", "refused", "not writable"),
-    ("secretmem", "refused", "secret memory"), ("file shared", "refused", "writes back"),
+    ("anon", "pinnable", "stays where it is"),
+    ("hole", "pinnable", "faults it in"),
+    ("zero", "pinnable", "zero page"),
+    ("memfd", "pinnable", "stays"),
+    ("file private", "pinnable", "copy-on-write"),
+    ("read-only", "refused", "not writable"),
+    ("secretmem", "refused", "secret memory"),
+    ("file shared", "refused", "writes back"),
 ]
 
 
@@ -100,30 +117,49 @@ def test_addresses_that_are_none():
                 live.why_not_longterm(snapshot, addr)
 
 
-# ---- captures of no machine -------------------------------------------------------------------------------------------
+# ---- captures of no machine
+# -------------------------------------------------------------------------------------------
 def made_up(vma, flags, *, pfn=0x1234, word=None, pinned=0, mapcount=1):
     """Return a Capture of one page of a process that does not run here."""
     return live.Capture(
-        {"pid": 1 << 22 | 1, "command": "gone", "kernel": "0", "page_size": 4096, "moved": 0, "not_huge": [],
-         "vmas": [vars(vma)], "limits": {"pid": 1, "soft": None, "hard": None, "locked": 0, "pinned": pinned, "cap_ipc_lock": False}},
-        {"starts": np.array([vma.start], np.uint64), "counts": np.array([1], np.uint64),
-         "words": np.array([pfn | int(pm.PM_PRESENT) if word is None else word], np.uint64), "flags": np.array([flags], np.uint64),
-         "mapcounts": np.array([mapcount], np.uint64), "heads": np.array([pfn], np.uint64), "orders": np.zeros(1, np.uint8)})
+        {
+            "pid": 1 << 22 | 1,
+            "command": "gone",
+            "kernel": "0",
+            "page_size": 4096,
+            "moved": 0,
+            "not_huge": [],
+            "vmas": [vars(vma)],
+            "limits": {"pid": 1, "soft": None, "hard": None, "locked": 0, "pinned": pinned, "cap_ipc_lock": False},
+        },
+        {
+            "starts": np.array([vma.start], np.uint64),
+            "counts": np.array([1], np.uint64),
+            "words": np.array([pfn | int(pm.PM_PRESENT) if word is None else word], np.uint64),
+            "flags": np.array([flags], np.uint64),
+            "mapcounts": np.array([mapcount], np.uint64),
+            "heads": np.array([pfn], np.uint64),
+            "orders": np.zeros(1, np.uint8),
+        },
+    )
 
 
 ANON = Vma(0x10000, 0x11000, "rw-p", flags=FLAGS)
 ANON_PAGE = 1 << pm.KPF_ANON | 1 << pm.KPF_SWAPBACKED | 1 << pm.KPF_LRU
 
 
-@pytest.mark.parametrize("change, flags, number, words", [
-    ({"flags": FLAGS + ("pf",)}, 0, errno.EFAULT, "VM_PFNMAP"),
-    ({"flags": FLAGS + ("io",)}, 0, errno.EFAULT, "VM_IO"),
-    ({"perms": "---p"}, ANON_PAGE, errno.EFAULT, "may not be accessed"),
-    ({}, ANON_PAGE | 1 << pm.KPF_HWPOISON, errno.EFAULT, "memory error"),
-    ({}, 1 << pm.KPF_NOPAGE, errno.EFAULT, "no struct page"),
-    ({}, ANON_PAGE | 1 << pm.KPF_OFFLINE, errno.EFAULT, "offline"),
-    ({"perms": "rw-s", "inode": 5, "dev": "08:01", "path": "/data"}, 0, errno.EFAULT, "block device"),
-])
+@pytest.mark.parametrize(
+    "change, flags, number, words",
+    [
+        ({"flags": FLAGS + ("pf",)}, 0, errno.EFAULT, "VM_PFNMAP"),
+        ({"flags": FLAGS + ("io",)}, 0, errno.EFAULT, "VM_IO"),
+        ({"perms": "---p"}, ANON_PAGE, errno.EFAULT, "may not be accessed"),
+        ({}, ANON_PAGE | 1 << pm.KPF_HWPOISON, errno.EFAULT, "memory error"),
+        ({}, 1 << pm.KPF_NOPAGE, errno.EFAULT, "no struct page"),
+        ({}, ANON_PAGE | 1 << pm.KPF_OFFLINE, errno.EFAULT, "offline"),
+        ({"perms": "rw-s", "inode": 5, "dev": "08:01", "path": "/data"}, 0, errno.EFAULT, "block device"),
+    ],
+)
 def test_refusals(change, flags, number, words):
     got = live.why_not_longterm(made_up(Vma(**{**vars(ANON), **change}), flags), 0x10123)
     assert (got.verdict, got.errno) == ("refused", number) and words in got.reason and got.remedy
@@ -149,19 +185,26 @@ def test_swapped_out_is_faulted_in():
 @pytest.fixture
 def here(monkeypatch):
     """Take captures for ones of this machine, with this zone and these page blocks."""
+
     def place(zone, blocks, cma=None):
         monkeypatch.setattr(longterm, "of_this_machine", lambda capture: True)
         monkeypatch.setattr(longterm, "zone_of", lambda pfn: zone)
         monkeypatch.setattr(longterm, "page_blocks", lambda name: blocks)
         if cma is not None:
             monkeypatch.setattr(longterm, "in_cma", lambda pfn, name: cma)
+
     return place
 
 
 def test_movable_and_cma_are_moved_first(here):
     here("Movable", {"Movable": 4})
     got = live.why_not_longterm(made_up(ANON, ANON_PAGE), 0x10000)
-    assert got.verdict == "moved" and "ZONE_MOVABLE" in got.reason and "ENOMEM" in got.reason and "compact_memory" in got.remedy
+    assert (
+        got.verdict == "moved"
+        and "ZONE_MOVABLE" in got.reason
+        and "ENOMEM" in got.reason
+        and "compact_memory" in got.remedy
+    )
     here("Normal", {"Movable": 4})
     assert live.why_not_longterm(made_up(ANON, ANON_PAGE), 0x10000).verdict == "pinnable"
     here("Normal", {"Movable": 4, "CMA": 2}, cma=True)
@@ -195,7 +238,8 @@ def test_frames_of_no_zone(text, zone):
     assert longterm.zone_of(text) == zone
 
 
-# ---- the verb ---------------------------------------------------------------------------------------------------------
+# ---- the verb
+# ---------------------------------------------------------------------------------------------------------
 @linux
 def test_the_verb_on_a_process_and_on_a_file(tmp_path):
     with live.buffer(PAGE) as buf:

@@ -1,4 +1,5 @@
-"""Preflight: what each API counts, against the drivers of the engine and the kernel; limits, and the commands that help."""
+"""Preflight: what each API counts, against the drivers of the engine and the kernel; limits, and the commands that
+help."""
 
 import importlib
 import json
@@ -9,14 +10,25 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from live_support import CAP_IPC_LOCK, PAGE, linux, mmcore, or_skip, part_of, root, run, scratch_file, without_capabilities
+from live_support import (
+    CAP_IPC_LOCK,
+    PAGE,
+    linux,
+    mmcore,
+    or_skip,
+    part_of,
+    root,
+    run,
+    scratch_file,
+    without_capabilities,
+)
 
 import mmcore as mmc
 from mmcore import live
 from mmcore.live.limits import Limits, cgroup_memory, has_capability, remedies
 
 pytestmark = linux
-module = importlib.import_module("mmcore.live.preflight")        # the package has the function under this name
+module = importlib.import_module("mmcore.live.preflight")  # the package has the function under this name
 MIB = 1 << 20
 CAP_SYS_RESOURCE = 24
 
@@ -38,7 +50,7 @@ def test_of_a_whole_buffer_all_count_its_pages(backing):
 def test_a_part_of_a_huge_page_counts_whole_only_for_io_uring():
     with live.buffer("4M", "thp") as buf:
         or_skip(live.capture, buf)
-        part = part_of(buf, 510, 4)         # the end of one huge page and the start of the next
+        part = part_of(buf, 510, 4)  # the end of one huge page and the start of the next
         got = charges(live.preflight(part))
         kernel = or_skip(live.kernel_register, part)
         if live.capture(part).orders.min() < 9:
@@ -84,43 +96,76 @@ def test_whole_pages_and_what_vfio_says_of_ragged_ends(offset, length, pages):
 
 def test_holes_are_counted_and_told():
     area = live.buffer(8 * PAGE)
-    area.madvise(4)                         # MADV_DONTNEED: all of it
+    area.madvise(4)  # MADV_DONTNEED: all of it
     area[0] = 1
     with area:
         or_skip(live.capture, area)
         got = live.preflight(area)
-        assert got.not_present == 7 * PAGE and got.needed == 8 * PAGE and "7 pages are not present" in " ".join(got.notes)
+        assert (
+            got.not_present == 7 * PAGE and got.needed == 8 * PAGE and "7 pages are not present" in " ".join(got.notes)
+        )
 
 
-# ---- verdicts on captures of no machine -------------------------------------------------------------------------------
+# ---- verdicts on captures of no machine
+# -------------------------------------------------------------------------------
 def pretend(soft, hard=None, locked=0, pinned=0, cap=False, pages=2048):
     """Return a Capture of base pages of a process with these limits, in MiB."""
+
     def mib(value):
         return None if value is None else int(value * MIB)
 
     pfns = np.arange(0x1000, 0x1000 + pages, dtype=np.uint64)
     return live.Capture(
-        {"pid": 77, "command": "gone", "kernel": "0", "page_size": 4096, "moved": 0, "not_huge": [], "vmas": [],
-         "limits": {"pid": 77, "soft": mib(soft), "hard": mib(hard), "locked": mib(locked), "pinned": mib(pinned), "cap_ipc_lock": cap}},
-        {"starts": np.array([1 << 30], np.uint64), "counts": np.array([pages], np.uint64), "words": pfns | np.uint64(1 << 63),
-         "flags": np.zeros(pages, np.uint64), "mapcounts": np.ones(pages, np.uint64), "heads": pfns, "orders": np.zeros(pages, np.uint8)})
+        {
+            "pid": 77,
+            "command": "gone",
+            "kernel": "0",
+            "page_size": 4096,
+            "moved": 0,
+            "not_huge": [],
+            "vmas": [],
+            "limits": {
+                "pid": 77,
+                "soft": mib(soft),
+                "hard": mib(hard),
+                "locked": mib(locked),
+                "pinned": mib(pinned),
+                "cap_ipc_lock": cap,
+            },
+        },
+        {
+            "starts": np.array([1 << 30], np.uint64),
+            "counts": np.array([pages], np.uint64),
+            "words": pfns | np.uint64(1 << 63),
+            "flags": np.zeros(pages, np.uint64),
+            "mapcounts": np.ones(pages, np.uint64),
+            "heads": pfns,
+            "orders": np.zeros(pages, np.uint8),
+        },
+    )
 
 
-@pytest.mark.parametrize("have, verdicts, remedy", [
-    # Equality passes; a ring of its own takes two pages more.
-    (dict(soft=8, hard=8), "fits fits refused", "prlimit --pid 77 --memlock=8396800:8396800"),
-    (dict(soft=8 + 1 / 128, hard=9), "fits fits fits", ""),
-    (dict(soft=8.5, hard=8.5, locked=1), "fits refused fits", "prlimit --pid 77 --memlock=9437184:9437184"),
-    (dict(soft=8, hard=64, pinned=1), "refused fits refused", "ulimit -l 9224"),
-    (dict(soft=None), "unlimited unlimited unlimited", ""),
-    (dict(soft=1, hard=1, cap=True), "exempt exempt exempt", ""),
-    (dict(soft=0, hard=0), "refused refused refused", "prlimit --pid 77 --memlock=8396800:8396800"),
-])
+@pytest.mark.parametrize(
+    "have, verdicts, remedy",
+    [
+        # Equality passes; a ring of its own takes two pages more.
+        (dict(soft=8, hard=8), "fits fits refused", "prlimit --pid 77 --memlock=8396800:8396800"),
+        (dict(soft=8 + 1 / 128, hard=9), "fits fits fits", ""),
+        (dict(soft=8.5, hard=8.5, locked=1), "fits refused fits", "prlimit --pid 77 --memlock=9437184:9437184"),
+        (dict(soft=8, hard=64, pinned=1), "refused fits refused", "ulimit -l 9224"),
+        (dict(soft=None), "unlimited unlimited unlimited", ""),
+        (dict(soft=1, hard=1, cap=True), "exempt exempt exempt", ""),
+        (dict(soft=0, hard=0), "refused refused refused", "prlimit --pid 77 --memlock=8396800:8396800"),
+    ],
+)
 def test_each_api_has_its_own_account(have, verdicts, remedy):
     got = live.preflight(pretend(**have))
     assert [charge.verdict for charge in got.charges] == verdicts.split()
-    assert got.remedy == remedy and got.ok is ("refused" not in verdicts) and got.verdict == (
-        "refused" if "refused" in verdicts else verdicts.split()[0])
+    assert (
+        got.remedy == remedy
+        and got.ok is ("refused" not in verdicts)
+        and got.verdict == ("refused" if "refused" in verdicts else verdicts.split()[0])
+    )
     assert json.loads(json.dumps(got.as_dict()))["verdict"] == got.verdict
     if have["soft"] == 0:
         # RDMA asks whether the process may lock at all before it counts.
@@ -160,20 +205,29 @@ def test_frames_without_a_struct_page_are_not_charged_by_vfio():
 
 def test_refusals_that_no_limit_explains(tmp_path):
     import mmap
+
     fd = scratch_file(tmp_path, 2 * PAGE)
     with mmap.mmap(fd, 2 * PAGE) as area:
         os.close(fd)
         area[0] = 1
         got = live.preflight(or_skip(live.capture, "self", *where(area)))
-        assert got.verdict == "refused" and not got.ok and got.obstacles[0][1] == 14 and "writes back" in got.reason and got.remedy
+        assert (
+            got.verdict == "refused"
+            and not got.ok
+            and got.obstacles[0][1] == 14
+            and "writes back" in got.reason
+            and got.remedy
+        )
 
 
 def where(area):
     from live_support import address_of
+
     return address_of(area), len(area)
 
 
-# ---- memory cgroups ---------------------------------------------------------------------------------------------------
+# ---- memory cgroups
+# ---------------------------------------------------------------------------------------------------
 def test_what_is_missing_must_fit_the_cgroup(monkeypatch):
     monkeypatch.setattr(module, "cgroup_memory", lambda pid: [("/group/memory.max", 10 * MIB, 9 * MIB)])
     area = live.buffer("2M")
@@ -192,11 +246,18 @@ def test_cgroups_of_this_process_are_whole():
     assert cgroup_memory(1 << 22 | 1) == []
 
 
-# ---- the commands really help -----------------------------------------------------------------------------------------
+# ---- the commands really help
+# -----------------------------------------------------------------------------------------
 def test_commands_name_every_way():
     have = Limits(os.getpid(), MIB, MIB, 0, 0, False)
     text = "\n".join(command for _, command in remedies(5 * MIB + 1, have))
-    for words in ("prlimit --pid", "memlock 5121", "LimitMEMLOCK=5121K", "--ulimit memlock=5243904:5243904", "setcap cap_ipc_lock+ep /"):
+    for words in (
+        "prlimit --pid",
+        "memlock 5121",
+        "LimitMEMLOCK=5121K",
+        "--ulimit memlock=5243904:5243904",
+        "setcap cap_ipc_lock+ep /",
+    ):
         assert words in text
     assert remedies(MIB, Limits(7, 0, None, 0, 0, False))[0][1] == "ulimit -l 1024"
 
@@ -204,13 +265,16 @@ def test_commands_name_every_way():
 def limited(soft, hard, code):
     """Start Python with these memlock limits (MiB) and without CAP_IPC_LOCK; returns the running process."""
     import resource
+
     drop = without_capabilities(CAP_IPC_LOCK)
 
     def less():
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft * MIB, hard * MIB))
         drop()
 
-    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=less)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=less
+    )
 
 
 @root
@@ -238,13 +302,16 @@ def test_prlimit_as_told_lifts_the_limit_of_a_running_process(soft, hard):
 def test_ulimit_as_told_makes_the_same_registration_pass():
     """Refused under 1 MiB, the command it names is typed, and then the kernel takes the buffer."""
     import resource
+
     with live.buffer(PAGE) as buf:
         or_skip(live.kernel_register, buf)
-    code = ("from mmcore import live\n"
-            "with live.buffer('4M') as buf:\n"
-            "    got = live.preflight(buf, apis=['io_uring']); print(got.verdict, got.remedy, sep='|')\n"
-            "    try: live.kernel_register(buf); print('registered')\n"
-            "    except live.NotPossible as error: print(error.reason)\n")
+    code = (
+        "from mmcore import live\n"
+        "with live.buffer('4M') as buf:\n"
+        "    got = live.preflight(buf, apis=['io_uring']); print(got.verdict, got.remedy, sep='|')\n"
+        "    try: live.kernel_register(buf); print('registered')\n"
+        "    except live.NotPossible as error: print(error.reason)\n"
+    )
     drop = without_capabilities(CAP_IPC_LOCK)
 
     def less():
@@ -254,12 +321,18 @@ def test_ulimit_as_told_makes_the_same_registration_pass():
     first = run("-c", code, preexec_fn=less)
     verdict, command = first.stdout.splitlines()[0].split("|")
     assert verdict == "refused" and command == "ulimit -l 4104" and "ENOMEM" in first.stdout, first.stderr
-    again = subprocess.run(["bash", "-c", f'{command} && exec "$0" -c "$1"', sys.executable, code], capture_output=True, text=True,
-                           preexec_fn=less, env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(mmc.__file__))})
+    again = subprocess.run(
+        ["bash", "-c", f'{command} && exec "$0" -c "$1"', sys.executable, code],
+        capture_output=True,
+        text=True,
+        preexec_fn=less,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(mmc.__file__))},
+    )
     assert again.stdout.splitlines() == ["fits|", "registered"], again.stderr
 
 
-# ---- the verb ---------------------------------------------------------------------------------------------------------
+# ---- the verb
+# ---------------------------------------------------------------------------------------------------------
 def test_the_verb(tmp_path):
     done = mmcore("preflight", "--size", "4M", "--backing", "4k")
     assert done.returncode == 0 and not done.stderr
@@ -279,10 +352,16 @@ def test_the_verb_on_a_process():
     assert json.loads(done.stdout)["needed"] == MIB, done.stderr
 
 
-@pytest.mark.parametrize("words, text", [
-    (["--addr", "0x1000"], "go together"), (["--addr", "0x1000", "--length", "4K"], "need --pid"), (["--api", "xdp"], "xdp"),
-    (["--pid", "1", "--size", "4K"], "no --pid"), (["file", "--pid", "1"], "not both"),
-])
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--addr", "0x1000"], "go together"),
+        (["--addr", "0x1000", "--length", "4K"], "need --pid"),
+        (["--api", "xdp"], "xdp"),
+        (["--pid", "1", "--size", "4K"], "no --pid"),
+        (["file", "--pid", "1"], "not both"),
+    ],
+)
 def test_usage(words, text):
     done = mmcore("preflight", *words)
     assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr

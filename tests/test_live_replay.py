@@ -126,21 +126,33 @@ def test_frames_without_a_struct_page_become_holes():
 def made_up(pfns, heads, orders, flags):
     """Return a Capture of arrays that no machine has to have."""
     info = {
-        "pid": 1, "command": "none", "kernel": "none", "page_size": 4096, "moved": 0, "vmas": [],
-        "not_huge": [], "limits": {"pid": 1, "soft": None, "hard": None, "locked": 0, "pinned": 0,
-                                   "cap_ipc_lock": False},
+        "pid": 1,
+        "command": "none",
+        "kernel": "none",
+        "page_size": 4096,
+        "moved": 0,
+        "vmas": [],
+        "not_huge": [],
+        "limits": {"pid": 1, "soft": None, "hard": None, "locked": 0, "pinned": 0, "cap_ipc_lock": False},
     }
-    return live.Capture(info, {
-        "starts": np.array([1 << 30], np.uint64), "counts": np.array([len(pfns)], np.uint64),
-        "words": pfns | pm.PM_PRESENT, "flags": flags, "mapcounts": np.ones(len(pfns), np.uint64),
-        "heads": heads, "orders": orders,
-    })
+    return live.Capture(
+        info,
+        {
+            "starts": np.array([1 << 30], np.uint64),
+            "counts": np.array([len(pfns)], np.uint64),
+            "words": pfns | pm.PM_PRESENT,
+            "flags": flags,
+            "mapcounts": np.ones(len(pfns), np.uint64),
+            "heads": heads,
+            "orders": orders,
+        },
+    )
 
 
 @pytest.mark.parametrize("backing", ["4k", "thp", "shmem"])
 def test_the_address_space_says_what_proc_said(backing):
-    """pagemap of the replayed mm: present, PFN, exclusive and file bits are those of the real one, and the content is free
-    to be written: what was exclusive is reused."""
+    """pagemap of the replayed mm: present, PFN, exclusive and file bits are those of the real one, and the content is
+    free to be written: what was exclusive is reused."""
     engine_or_skip()
     with live.buffer("4M", backing) as buf:
         snapshot = or_skip(live.capture, buf)
@@ -166,15 +178,35 @@ def made_up_mapping(vma, pfns, *, orders=0, heads=None, kind=0, mapcounts=1, exc
     """Return a Capture of one mapping, page by page from its start."""
     pfns = np.array(pfns, np.uint64)
     n = len(pfns)
-    base = made_up(pfns, pfns if heads is None else np.array(heads, np.uint64), np.broadcast_to(np.uint8(orders), n).copy(),
-                   np.full(n, kind, np.uint64))
+    base = made_up(
+        pfns,
+        pfns if heads is None else np.array(heads, np.uint64),
+        np.broadcast_to(np.uint8(orders), n).copy(),
+        np.full(n, kind, np.uint64),
+    )
     bits = np.where(exclusive, pm.PM_MMAP_EXCLUSIVE, np.uint64(0)) | np.where(file, pm.PM_FILE, np.uint64(0))
-    info = {"pid": 1, "command": "none", "kernel": "none", "page_size": 4096, "moved": 0, "not_huge": [], "vmas": [vars(vma)],
-            "limits": vars(base.limits)}
-    return live.Capture(info, {
-        "starts": np.array([vma.start], np.uint64), "counts": np.array([n], np.uint64), "words": pfns | pm.PM_PRESENT | bits,
-        "flags": np.array(base.flags), "mapcounts": np.broadcast_to(np.uint64(mapcounts), n).copy(), "heads": np.array(base.heads),
-        "orders": np.array(base.orders)})
+    info = {
+        "pid": 1,
+        "command": "none",
+        "kernel": "none",
+        "page_size": 4096,
+        "moved": 0,
+        "not_huge": [],
+        "vmas": [vars(vma)],
+        "limits": vars(base.limits),
+    }
+    return live.Capture(
+        info,
+        {
+            "starts": np.array([vma.start], np.uint64),
+            "counts": np.array([n], np.uint64),
+            "words": pfns | pm.PM_PRESENT | bits,
+            "flags": np.array(base.flags),
+            "mapcounts": np.broadcast_to(np.uint64(mapcounts), n).copy(),
+            "heads": np.array(base.heads),
+            "orders": np.array(base.orders),
+        },
+    )
 
 
 ANON_KIND = 1 << pm.KPF_ANON | 1 << pm.KPF_SWAPBACKED
@@ -183,7 +215,9 @@ HUGE_AT = 1 << 30
 
 def test_what_others_map_is_mapped_by_others():
     vma = live.Vma(HUGE_AT, HUGE_AT + 4 * PAGE, "rw-p")
-    snapshot = made_up_mapping(vma, [5000, 5001, 5002, 5003], kind=ANON_KIND, mapcounts=[1, 2, 3, 1], exclusive=[1, 0, 0, 1])
+    snapshot = made_up_mapping(
+        vma, [5000, 5001, 5002, 5003], kind=ANON_KIND, mapcounts=[1, 2, 3, 1], exclusive=[1, 0, 0, 1]
+    )
     with snapshot.replay() as engine:
         assert [engine.mem.page(pfn).mapcount for pfn in range(5000, 5004)] == [1, 2, 3, 1] and len(engine.others) == 2
         words = engine.mm.pagemap(HUGE_AT, 4)
@@ -201,10 +235,17 @@ def test_no_more_others_than_can_be_stood_in_for():
 def test_a_huge_page_that_another_shares_in_part():
     """The other maps single pages of it; this process the whole."""
     vma = live.Vma(HUGE_AT, HUGE_AT + (2 << 20), "rw-p", huge=2 << 20)
-    snapshot = made_up_mapping(vma, range(4096, 4608), orders=9, heads=[4096] * 512, kind=ANON_KIND | 1 << pm.KPF_COMPOUND_HEAD,
-                               mapcounts=[1] * 256 + [2] * 256, exclusive=False)
+    snapshot = made_up_mapping(
+        vma,
+        range(4096, 4608),
+        orders=9,
+        heads=[4096] * 512,
+        kind=ANON_KIND | 1 << pm.KPF_COMPOUND_HEAD,
+        mapcounts=[1] * 256 + [2] * 256,
+        exclusive=False,
+    )
     with snapshot.replay() as engine:
-        other, = engine.others
+        (other,) = engine.others
         assert engine.mem.folio(4096).mapcount == 1 + 256 and other.rss == 256
         assert other.page_at(HUGE_AT) is None and other.page_at(HUGE_AT + 256 * PAGE).pfn == 4352
         engine.mem.check()
@@ -225,9 +266,23 @@ def test_a_private_mapping_of_a_file_keeps_its_own_pages():
 
 
 def test_shared_hugetlb_pages_are_in_the_cache_of_a_file():
-    vma = live.Vma(HUGE_AT, HUGE_AT + (2 << 20), "rw-s", inode=7, path="/anon_hugepage (deleted)", kernel_page_size=2 << 20, flags=("ht",))
-    snapshot = made_up_mapping(vma, range(4096, 4608), orders=9, heads=[4096] * 512, kind=1 << pm.KPF_HUGE | 1 << pm.KPF_COMPOUND_HEAD,
-                               file=True)
+    vma = live.Vma(
+        HUGE_AT,
+        HUGE_AT + (2 << 20),
+        "rw-s",
+        inode=7,
+        path="/anon_hugepage (deleted)",
+        kernel_page_size=2 << 20,
+        flags=("ht",),
+    )
+    snapshot = made_up_mapping(
+        vma,
+        range(4096, 4608),
+        orders=9,
+        heads=[4096] * 512,
+        kind=1 << pm.KPF_HUGE | 1 << pm.KPF_COMPOUND_HEAD,
+        file=True,
+    )
     with snapshot.replay() as engine:
         assert engine.unmapped == 0 and engine.mem.folio(4096).mapcount == 1
         engine.mm.write(HUGE_AT + 5, b"x")
@@ -239,7 +294,9 @@ def test_a_leaf_is_only_where_a_whole_one_fits():
     """Two huge pages, one cut by the start of its mapping: the one that smaps counts is the other."""
     vma = live.Vma(HUGE_AT - 8 * PAGE, HUGE_AT + (2 << 20), "rw-p", huge=2 << 20)
     pfns = list(range(4096 + 504, 4096 + 512)) + list(range(4608, 5120))
-    snapshot = made_up_mapping(vma, pfns, orders=9, heads=[4096] * 8 + [4608] * 512, kind=ANON_KIND | 1 << pm.KPF_COMPOUND_HEAD)
+    snapshot = made_up_mapping(
+        vma, pfns, orders=9, heads=[4096] * 8 + [4608] * 512, kind=ANON_KIND | 1 << pm.KPF_COMPOUND_HEAD
+    )
     with snapshot.replay() as engine:
         assert (engine.mem.folio(4096).mapcount, engine.mem.folio(4608).mapcount) == (8, 1)
         engine.mem.check()

@@ -1,4 +1,5 @@
-"""The kernel as oracle, on pins: what the counters of the machine and of the process say of each way to pin, and the engine the same."""
+"""The kernel as oracle, on pins: what the counters of the machine and of the process say of each way to pin, and the
+engine the same."""
 
 import ctypes
 import os
@@ -39,8 +40,9 @@ def believed(measured, expected):
 
 
 def test_io_uring(real):
-    """Registering pins all and keeps one pin a folio where it can: VmPin and nr_foll_pin_* of the kernel are those of the engine,
-    which does it on the replayed address space; then both have the same folios, and the same exclusive pages."""
+    """Registering pins all and keeps one pin a folio where it can: VmPin and nr_foll_pin_* of the kernel are those of
+    the engine, which does it on the replayed address space; then both have the same folios, and the same exclusive
+    pages."""
     snapshot = or_skip(live.capture, "self", real.addr, real.length)
     with snapshot.replay() as engine:
         table = mmc.BufferTable(engine.mm)
@@ -51,7 +53,8 @@ def test_io_uring(real):
         table.unregister()
         after = counters(engine.mem)
         kernel = or_skip(live.kernel_register, real, rounds=1)
-        # The first round faults and copies, the others find everything there: the counts are the same, as in the engine.
+        # The first round faults and copies, the others find everything there: the counts are the same, as in the
+        # engine.
         more = live.kernel_register(real, rounds=10)
         assert kernel.vmpin_at_register[0] == -kernel.vmpin_at_unregister[0] == charge
         assert set(more.vmpin_at_register) == {charge}
@@ -80,7 +83,9 @@ def same_after(before, engine, real):
     engine.mem.check()
 
 
-@pytest.mark.parametrize("name", ["4 KiB", "mTHP 64K", "THP", "hugetlb", "shmem", "memfd", "file shared", "zero page after a read"])
+@pytest.mark.parametrize(
+    "name", ["4 KiB", "mTHP 64K", "THP", "hugetlb", "shmem", "memfd", "file shared", "zero page after a read"]
+)
 @pytest.mark.parametrize("way", ["O_DIRECT read", "O_DIRECT write"])
 def test_direct_io(name, way, request, tmp_path):
     """A pin a page for the time of the transfer, on files as well."""
@@ -127,7 +132,8 @@ def engine_io(addr, length, into_memory):
 
 @pytest.mark.parametrize("name", ["4 KiB", "THP", "shmem"])
 def test_process_vm_readv(name, request, tmp_path):
-    """The other process's pages are pinned for the copy, each once; as many as the engine's pin_user_pages_remote() takes."""
+    """The other process's pages are pinned for the copy, each once; as many as the engine's pin_user_pages_remote()
+    takes."""
     with layout(name, request, tmp_path) as (addr, length):
         length = min(length, 64 * PAGE)
         into = ctypes.create_string_buffer(length)
@@ -142,8 +148,16 @@ def test_process_vm_readv(name, request, tmp_path):
             mmc.unpin_user_pages(mmc.pin_user_pages_remote(engine.mm, addr, length // PAGE))
             expected = tuple(int(n) for n in counters(engine.mem) - start)
         done = []
-        action = lambda: done.append(libc.process_vm_readv(os.getpid(), ctypes.byref(local), ctypes.c_ulong(1),   # noqa: E731
-                                                           ctypes.byref(remote), ctypes.c_ulong(1), ctypes.c_ulong(0)))
+        action = lambda: done.append(
+            libc.process_vm_readv(
+                os.getpid(),
+                ctypes.byref(local),
+                ctypes.c_ulong(1),  # noqa: E731
+                ctypes.byref(remote),
+                ctypes.c_ulong(1),
+                ctypes.c_ulong(0),
+            )
+        )
         assert pins_of(action, expected) == expected == (length // PAGE, length // PAGE)
         assert set(done) == {length}
 
@@ -199,6 +213,7 @@ def test_a_pinned_page_stays_where_it_is_through_fork():
             packed = (ctypes.c_size_t * 2)(buf.addr, buf.length)
             assert ring.register(0, bytes(packed), 1) == 0
             from oracle_support import child_that_waits
+
             with child_that_waits() as child:
                 buf[0] = 7
                 mine, theirs = live.capture(buf), live.capture(child, buf.addr, buf.length)
@@ -218,6 +233,7 @@ def test_a_pinned_page_stays_where_it_is_through_fork():
 
 def _ring():
     from mmcore.live.iouring import _Ring
+
     return _Ring()
 
 
@@ -238,7 +254,9 @@ def test_advice_on_pinned_memory_drops_the_mapping_and_keeps_the_pin():
                 table.register([(buf.addr, buf.length)])
                 engine.mm.madvise(buf.addr, buf.length, mmc.MADV_DONTNEED)
                 engine.mm.write(buf.addr, b"\11")
-                assert engine.mm.page_at(buf.addr).pfn != snapshot.pfns[0] and engine.mm.page_at(buf.addr + PAGE) is None
+                assert (
+                    engine.mm.page_at(buf.addr).pfn != snapshot.pfns[0] and engine.mm.page_at(buf.addr + PAGE) is None
+                )
                 assert engine.mem.page(int(snapshot.pfns[0])).refcount == 1024
                 engine.mem.check()
         assert now.pfns[0] != snapshot.pfns[0] and now.pfns[1] == 0
@@ -256,5 +274,3 @@ def test_a_part_of_a_huge_page_counts_whole(part, order):
         with live.capture(buf).replay() as engine, mmc.BufferTable(engine.mm) as table:
             table.register([(some.addr, some.length)])
             assert table.charged == engine.mm.pinned_vm == 512 * folios
-
-

@@ -1,5 +1,5 @@
-"""The kernel as oracle, on refusals: each registration is asked of io_uring and of the engine's BufferTable, and both say the same
-errno; then both are as they were."""
+"""The kernel as oracle, on refusals: each registration is asked of io_uring and of the engine's BufferTable, and both
+say the same errno; then both are as they were."""
 
 import ctypes
 import errno
@@ -134,13 +134,24 @@ def both(folder, scenario):
 
 def agree(folder, scenario, wanted):
     kernel, engine = both(folder, scenario)
-    assert kernel == engine == wanted, f"kernel {errno.errorcode.get(kernel, kernel)}, engine {errno.errorcode.get(engine, engine)}"
+    assert kernel == engine == wanted, (
+        f"kernel {errno.errorcode.get(kernel, kernel)}, engine {errno.errorcode.get(engine, engine)}"
+    )
 
 
-@pytest.mark.parametrize("kind, wanted", [
-    ("anon", 0), ("shmem", 0), ("ext4 private", 0), ("ext4 shared", errno.EFAULT), ("ext4 shared read-only", errno.EFAULT),
-    ("secretmem", errno.EFAULT), ("read-only", errno.EFAULT), ("no access", errno.EFAULT),
-])
+@pytest.mark.parametrize(
+    "kind, wanted",
+    [
+        ("anon", 0),
+        ("shmem", 0),
+        ("ext4 private", 0),
+        ("ext4 shared", errno.EFAULT),
+        ("ext4 shared read-only", errno.EFAULT),
+        ("secretmem", errno.EFAULT),
+        ("read-only", errno.EFAULT),
+        ("no access", errno.EFAULT),
+    ],
+)
 def test_by_kind_of_mapping(kind, wanted, tmp_path):
     agree(tmp_path, lambda world: world.register([(world.map(kind), 8 * PAGE)]), wanted)
 
@@ -167,21 +178,41 @@ def ends_in_another_kind(world):
     return world.register([(addr, 9 * PAGE)]), world.register([(addr, 8 * PAGE)])
 
 
-@pytest.mark.parametrize("scenario, wanted", [
-    (hole, errno.EFAULT), (second_fails, errno.EFAULT), (twice, (0, errno.EBUSY, 0, errno.ENXIO)),
-    (ends_in_another_kind, (errno.EFAULT, 0)),
-    (lambda world: world.unregister(), errno.ENXIO),
-    (lambda world: world.register([]), errno.EINVAL),
-    (lambda world: world.register([(world.map("anon"), 0)]), errno.EFAULT),
-    (lambda world: world.register([(0, PAGE)]), errno.EFAULT),
-    (lambda world: world.register([(world.map("anon"), (1 << 30) + 1)]), errno.EFAULT),
-    (lambda world: world.register([(world.map("anon"), 1), (world.base + PAGE - 1, 2)]), 0),
-    (lambda world: world.register([(0, 0), (world.map("anon"), PAGE)]), 0),
-    (lambda world: world.register([((1 << 64) - 2 * PAGE, 2 * PAGE)]), None),
-    (lambda world: world.register([(world.map("anon"), PAGE)] * 16385), errno.EINVAL),
-    (lambda world: world.register([(world.map("anon"), PAGE)] * 16384), 0),
-], ids=["hole", "second fails", "twice", "ends in another kind", "none registered", "no buffers", "length 0", "address 0", "above 1 GiB",
-        "across a page", "empty slot", "wraps", "16385 buffers", "16384 buffers"])
+@pytest.mark.parametrize(
+    "scenario, wanted",
+    [
+        (hole, errno.EFAULT),
+        (second_fails, errno.EFAULT),
+        (twice, (0, errno.EBUSY, 0, errno.ENXIO)),
+        (ends_in_another_kind, (errno.EFAULT, 0)),
+        (lambda world: world.unregister(), errno.ENXIO),
+        (lambda world: world.register([]), errno.EINVAL),
+        (lambda world: world.register([(world.map("anon"), 0)]), errno.EFAULT),
+        (lambda world: world.register([(0, PAGE)]), errno.EFAULT),
+        (lambda world: world.register([(world.map("anon"), (1 << 30) + 1)]), errno.EFAULT),
+        (lambda world: world.register([(world.map("anon"), 1), (world.base + PAGE - 1, 2)]), 0),
+        (lambda world: world.register([(0, 0), (world.map("anon"), PAGE)]), 0),
+        (lambda world: world.register([((1 << 64) - 2 * PAGE, 2 * PAGE)]), None),
+        (lambda world: world.register([(world.map("anon"), PAGE)] * 16385), errno.EINVAL),
+        (lambda world: world.register([(world.map("anon"), PAGE)] * 16384), 0),
+    ],
+    ids=[
+        "hole",
+        "second fails",
+        "twice",
+        "ends in another kind",
+        "none registered",
+        "no buffers",
+        "length 0",
+        "address 0",
+        "above 1 GiB",
+        "across a page",
+        "empty slot",
+        "wraps",
+        "16385 buffers",
+        "16384 buffers",
+    ],
+)
 def test_by_what_is_asked(scenario, wanted, tmp_path):
     if wanted is None:
         kernel, engine = both(tmp_path, scenario)
@@ -190,7 +221,8 @@ def test_by_what_is_asked(scenario, wanted, tmp_path):
         agree(tmp_path, scenario, wanted)
 
 
-# ---- RLIMIT_MEMLOCK, of a child that is nobody in particular --------------------------------------------------------------------
+# ---- RLIMIT_MEMLOCK, of a child that is nobody in particular
+# --------------------------------------------------------------------
 USER = 23456
 
 
@@ -249,7 +281,9 @@ def ring_pages():
 
 
 def of_its_own(length, backing, part=None):
-    """A buffer that the child makes itself: what it has by fork it would copy by pages. And a registration of (a part of) it."""
+    """A buffer that the child makes itself: what it has by fork it would copy by pages. And a registration of (a part
+    of) it."""
+
     def prepare():
         buf = live.buffer(length, backing)
         return buf if backing == "4k" or live.capture(buf).orders.min() == 9 else None
@@ -276,10 +310,13 @@ def of_the_engine(snapshot, limit, pages):
 
 
 @root
-@pytest.mark.parametrize("backing, pages, part, charge", [("4k", 64, 64, 64), ("thp", 512, 512, 512), ("thp", 512, 1, 512)])
+@pytest.mark.parametrize(
+    "backing, pages, part, charge", [("4k", 64, 64, 64), ("thp", 512, 512, 512), ("thp", 512, 1, 512)]
+)
 @pytest.mark.parametrize("over", [-1, 0, 1])
 def test_over_the_limit(backing, pages, part, charge, over, ring_pages):
-    """Equality passes, one page more is ENOMEM; a huge page counts whole for a part of it. VmPin is the charge, or nothing."""
+    """Equality passes, one page more is ENOMEM; a huge page counts whole for a part of it. VmPin is the charge, or
+    nothing."""
     user = USER + 1000 + 100 * over + pages + part
     kernel = as_user((charge - over + ring_pages) * PAGE, user=user, **of_its_own(pages * PAGE, backing, part * PAGE))
     with live.buffer(pages * PAGE, backing) as buf:
@@ -310,6 +347,7 @@ def test_what_a_child_has_by_fork_is_copied_by_pages(ring_pages):
 def test_processes_of_one_user_share_the_count(ring_pages):
     """Two rings of one user, and buffers that only fit one by one; a process of another user is not in their way."""
     with live.buffer(16 * PAGE) as buf:
+
         def two(limit):
             with _Ring() as first, _Ring() as second:
                 packed = ctypes.string_at((ctypes.c_size_t * 2)(buf.addr, 8 * PAGE), 16)
@@ -344,6 +382,7 @@ def test_preflight_says_before_what_the_kernel_says_after(ring_pages):
     with live.buffer(32 * PAGE) as buf:
         or_skip(live.capture, buf)
         for less, verdict in ((0, "fits"), (1, "refused")):
+
             def look():
                 got = live.preflight(buf, apis=["io_uring"])
                 return got.verdict, got.needed, ring_register([(buf.addr, buf.length)])[0]

@@ -1,5 +1,5 @@
-"""The kernel as oracle, on memory as it lies: a capture replayed in the engine has the folios, the words of pagemap and the map
-counts that the kernel shows, and so does every mapping of another process."""
+"""The kernel as oracle, on memory as it lies: a capture replayed in the engine has the folios, the words of pagemap and
+the map counts that the kernel shows, and so does every mapping of another process."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ from mmcore import live
 from mmcore.live import pagemap as pm
 
 pytestmark = linux
-TOLD = np.uint64(1 << 63 | 1 << 61 | 1 << 56)       # present, file, exclusive
+TOLD = np.uint64(1 << 63 | 1 << 61 | 1 << 56)  # present, file, exclusive
 
 
 def agrees(snapshot):
@@ -27,8 +27,16 @@ def agrees(snapshot):
             words, told = mm.pagemap(start, count), snapshot.words[part]
             assert np.array_equal(words & TOLD, told & TOLD), differences(words & TOLD, told & TOLD)
             assert np.array_equal((words & pm.PM_PFN_MASK)[~zero[part]], (told & pm.PM_PFN_MASK)[~zero[part]])
-        for pfn, order, count, head in sorted(set(zip(*(array[(snapshot.pfns != 0) & ~zero].tolist() for array in (
-                snapshot.pfns, snapshot.orders, snapshot.mapcounts, snapshot.heads))))):
+        for pfn, order, count, head in sorted(
+            set(
+                zip(
+                    *(
+                        array[(snapshot.pfns != 0) & ~zero].tolist()
+                        for array in (snapshot.pfns, snapshot.orders, snapshot.mapcounts, snapshot.heads)
+                    )
+                )
+            )
+        ):
             page = mem.page(pfn)
             assert (page.folio.pfn, page.folio.order, mapcount(mem, page)) == (head, order, count), page
         for pfn, order in zip(np.asarray(engine.pages.pfns)[zero].tolist(), snapshot.orders[zero].tolist()):
@@ -41,7 +49,7 @@ def mapcount(mem, page):
     folio = page.folio
     if not folio.order:
         return page.mapcount
-    return page.mapcount + 1 + int(mem.pages[folio.pfn + 1:folio.pfn + 2].view(np.int32)[(88 - 64) // 4])
+    return page.mapcount + 1 + int(mem.pages[folio.pfn + 1 : folio.pfn + 2].view(np.int32)[(88 - 64) // 4])
 
 
 def differences(ours, theirs):
@@ -55,8 +63,19 @@ def test_the_replay_is_what_the_kernel_shows(name, request, tmp_path):
         agrees(or_skip(live.capture, "self", addr, length))
 
 
-@pytest.mark.parametrize("name", ["4 KiB", "mTHP 64K", "THP", "hugetlb", "shmem", "file private, written", "zero page after a read",
-                                  "THP after munmap"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "4 KiB",
+        "mTHP 64K",
+        "THP",
+        "hugetlb",
+        "shmem",
+        "file private, written",
+        "zero page after a read",
+        "THP after munmap",
+    ],
+)
 def test_after_fork_both_processes_are_what_the_kernel_shows(name, request, tmp_path):
     with layout(name, request, tmp_path) as (addr, length), child_that_waits() as child:
         # The parent writes again to a part: these pages are its own once more.
@@ -69,7 +88,8 @@ def test_after_fork_both_processes_are_what_the_kernel_shows(name, request, tmp_
 
 
 def test_a_whole_process_is_what_the_kernel_shows():
-    """A child of its own: text, libraries that many map, heap, stack. Others are stood in for by up to 64 address spaces."""
+    """A child of its own: text, libraries that many map, heap, stack. Others are stood in for by up to 64 address
+    spaces."""
     with child_that_waits() as child:
         snapshot = or_skip(live.capture, child)
         with snapshot.replay() as engine:
@@ -81,20 +101,23 @@ def test_a_whole_process_is_what_the_kernel_shows():
             heads, first = np.unique(snapshot.heads[mapped], return_index=True)
             orders = snapshot.orders[mapped][first]
             zero = pm.has_flag(snapshot.flags[mapped][first], pm.KPF_ZERO_PAGE)
-            assert all(engine.mem.folio(head).order == order
-                       for head, order in zip(heads[~zero].tolist(), orders[~zero].tolist()))
+            assert all(
+                engine.mem.folio(head).order == order
+                for head, order in zip(heads[~zero].tolist(), orders[~zero].tolist())
+            )
             engine.mem.check()
 
 
 def test_what_others_map_stays_with_them():
     """A write in the replay breaks copy-on-write as in the process: the other's page stays."""
     from oracle_support import Area, base_pages
+
     area = Area(HUGE)
     addr, length = base_pages(area)
     with child_that_waits():
         snapshot = or_skip(live.capture, "self", addr, length)
         with snapshot.replay() as engine:
-            other, = engine.others
+            (other,) = engine.others
             before = engine.mm.page_at(addr)
             engine.mm.write(addr, b"x")
             ctypes.memset(addr, ord("x"), 1)

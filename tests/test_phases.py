@@ -1,4 +1,5 @@
-"""Phases of a registration, in the engine and in the kernel, and `mmcore register --what-if`. No test looks at how long they are."""
+"""Phases of a registration, in the engine and in the kernel, and `mmcore register --what-if`. No test looks at how long
+they are."""
 
 import json
 import os
@@ -35,12 +36,14 @@ def test_engine_phases_leave_nothing_pinned(backing):
 
 def test_phases_are_parts_of_one_registration():
     """With a clock that counts its readings, each part is one step, and what remains for accounting is nothing."""
-    ticks = iter(range(10 ** 6))
+    ticks = iter(range(10**6))
     with model_space(1 << 20, "4k") as (mm, addr):
         rows = phases.engine_phases(mm, addr, 1 << 20, rounds=1, clock=lambda: 256 * next(ticks))
     by_name = {row["generation"]: row for row in rows}
     assert (by_name["list + page"]["pin"], by_name["list + page"]["sg"]) == (1, 1)
-    assert {row["account"] for row in rows} == {0} and {row["map"] for row in rows} == {1} == {row["unmap"] for row in rows}
+    assert {row["account"] for row in rows} == {0} and {row["map"] for row in rows} == {1} == {
+        row["unmap"] for row in rows
+    }
 
 
 def test_what_cannot_be_registered_says_so():
@@ -77,7 +80,8 @@ def test_a_buffer_that_is_not_populated_yet():
         assert live.vmas("self", buf.addr, buf.addr + buf.length)[0].rss == 1 << 20 and buf[PAGE] == 1
 
 
-# ---- the verb ---------------------------------------------------------------------------------------------------------
+# ---- the verb
+# ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """A cache directory with the recorded calibration, of another kernel."""
@@ -88,13 +92,20 @@ def kept(tmp_path, monkeypatch):
 
 def test_what_if_of_a_model(kept):
     engine_or_skip()
-    done = mmcore("register", "--json", "--model", "--size", "8M", "--backing", "4k", "--rounds", "1", "--what-if", "thp", **kept)
+    done = mmcore(
+        "register", "--json", "--model", "--size", "8M", "--backing", "4k", "--rounds", "1", "--what-if", "thp", **kept
+    )
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout)["what_if"]
     expected = calibration(SAMPLES).predict("thp", 8 << 20)
-    assert {phase: one["middle"] for phase, one in got["phases"].items()} == {phase: one.middle for phase, one in expected.items()}
+    assert {phase: one["middle"] for phase, one in got["phases"].items()} == {
+        phase: one.middle for phase, one in expected.items()
+    }
     assert (got["folios"], got["unpin_updates"]) == (4, 8) and got["phases"]["total"]["now"] is None
-    assert any("Linux 6.18, this is" in text for text in got["calibration"]["doubts"]) and got["calibration"]["sessions"] == 5
+    assert (
+        any("Linux 6.18, this is" in text for text in got["calibration"]["doubts"])
+        and got["calibration"]["sessions"] == 5
+    )
 
 
 @linux
@@ -106,9 +117,22 @@ def test_what_if_of_a_real_buffer_in_text(kept):
     done = mmcore("register", "--size", "4M", "--backing", "4k", "--rounds", "1", "--what-if", "thp", **kept)
     text = done.stdout
     assert done.returncode == 0 and not done.stderr, done.stderr
-    text = text[text.index("phases of a registration"):]
-    places = [text.index(word) for word in ("list + page", "sink + range", "\nkernel ", "what if it were thp",
-                                            "4 MiB in 2 folios", "90% of runs", "\ntotal ", "calibrated", "doubt ", "--calibrate")]
+    text = text[text.index("phases of a registration") :]
+    places = [
+        text.index(word)
+        for word in (
+            "list + page",
+            "sink + range",
+            "\nkernel ",
+            "what if it were thp",
+            "4 MiB in 2 folios",
+            "90% of runs",
+            "\ntotal ",
+            "calibrated",
+            "doubt ",
+            "--calibrate",
+        )
+    ]
     assert places == sorted(places)
     # The kernel pins, makes its table and accounts in one call.
     row = next(line for line in text.splitlines() if line.startswith("kernel") and "in pin" in line)
@@ -144,7 +168,11 @@ def test_calibrate_measures_keeps_and_says_where(tmp_path, monkeypatch, capsys, 
     assert main(["register", "--calibrate", *(["--json"] if as_json else [])]) == 0
     out = capsys.readouterr().out
     path = os.path.join(tmp_path, "mmcore", "calibration.json")
-    assert path in out and "grow it" in out and cm.Calibration.load(path).predict("4k", 2 << 20)["total"].middle == pytest.approx(6 << 20)
+    assert (
+        path in out
+        and "grow it" in out
+        and cm.Calibration.load(path).predict("4k", 2 << 20)["total"].middle == pytest.approx(6 << 20)
+    )
     if as_json:
         assert json.loads(out)["lines"]["4k"]["register"]["per_page"] == pytest.approx(3 * 4096)
 
@@ -152,7 +180,11 @@ def test_calibrate_measures_keeps_and_says_where(tmp_path, monkeypatch, capsys, 
 def test_without_a_calibration_one_is_measured_and_that_is_said(tmp_path, monkeypatch, capsys):
     engine_or_skip()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cm, "run_sample", lambda nbytes, backing: {"backing": backing, "nbytes": nbytes, **{p: 1.0 * nbytes for p in cm.PHASES}})
+    monkeypatch.setattr(
+        cm,
+        "run_sample",
+        lambda nbytes, backing: {"backing": backing, "nbytes": nbytes, **{p: 1.0 * nbytes for p in cm.PHASES}},
+    )
     assert main(["register", "--model", "--size", "4M", "--rounds", "1", "--what-if", "4k"]) == 0
     told = capsys.readouterr()
     assert "no calibration in" in told.err and "what if it were 4k" in told.out

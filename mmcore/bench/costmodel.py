@@ -1,12 +1,14 @@
-"""What would registering cost with another backing: a model with a stated error, from a calibration measured on this machine.
+"""What would registering cost with another backing: a model with a stated error, from a calibration measured on this
+machine.
 
-Each phase of a real run (fault-in, register, unregister, free, and their total) is taken to cost a + b * pages, for each
-backing apart. How far real runs were from that line, as a ratio, gives the interval: it is drawn around 95 % of those ratios, so that
-a later run, which meets another load, lies in it nine times out of ten. share_inside() tells how often it really does.
+Each phase of a real run (fault-in, register, unregister, free, and their total) is taken to cost a + b * pages, for
+each backing apart. How far real runs were from that line, as a ratio, gives the interval: it is drawn around 95 % of
+those ratios, so that a later run, which meets another load, lies in it nine times out of ten. share_inside() tells how
+often it really does.
 
-A calibration is kept, with its samples, its date and what it was measured on, in the user's cache directory. One session
-cannot see how the machine drifts (other load, other memory): a new calibration joins the last ones of the same machine,
-so that the interval comes to hold what really varies.
+A calibration is kept, with its samples, its date and what it was measured on, in the user's cache directory. One
+session cannot see how the machine drifts (other load, other memory): a new calibration joins the last ones of the same
+machine, so that the interval comes to hold what really varies.
 """
 
 import datetime
@@ -26,14 +28,14 @@ from .phases import kernel_run
 
 PHASES = ("fault_in", "register", "unregister", "free", "total")
 BACKINGS = ("4k", "thp", "hugetlb")
-CONFIDENCE = 0.90               # of a later run
-DRAWN = 0.95                    # of the samples: a later run meets another load than they did
-SIZES = tuple((2 << 20) << k for k in range(7))         # 2 MiB to 128 MiB
+CONFIDENCE = 0.90  # of a later run
+DRAWN = 0.95  # of the samples: a later run meets another load than they did
+SIZES = tuple((2 << 20) << k for k in range(7))  # 2 MiB to 128 MiB
 ROUNDS = 8
 STALE_DAYS = 30
-SESSIONS = 8                    # calibrations that are kept, the last ones
+SESSIONS = 8  # calibrations that are kept, the last ones
 VERSION = 1
-LEAST_SAMPLES = 20              # fewer say nothing about nine out of ten
+LEAST_SAMPLES = 20  # fewer say nothing about nine out of ten
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Line:
-    """Cost of one phase with one backing: (fixed + per_page * pages) * ratio, the ratio most likely middle, between low and high."""
+    """Cost of one phase with one backing: (fixed + per_page * pages) * ratio, the ratio most likely middle, between low
+    and high."""
 
-    fixed: float                # ns
-    per_page: float             # ns
+    fixed: float  # ns
+    per_page: float  # ns
     low: float
     middle: float
     high: float
@@ -70,7 +73,8 @@ class Line:
 
 
 def fit(pages, ns, confidence=DRAWN):
-    """Fit a Line to samples: arrays of pages and of ns, one entry a run. Raises ValueError for fewer than 20 or bad ones.
+    """Fit a Line to samples: arrays of pages and of ns, one entry a run. Raises ValueError for fewer than 20 or bad
+    ones.
 
     Errors count relative to the cost, so that small buffers matter as much as large ones.
     """
@@ -93,7 +97,8 @@ def fit(pages, ns, confidence=DRAWN):
 
 
 def _between(ratios, confidence):
-    """Return (low, median, high) of sorted ratios, such that a new one of their kind lies between with at least this confidence.
+    """Return (low, median, high) of sorted ratios, such that a new one of their kind lies between with at least this
+    confidence.
 
     A fifth of what is left out lies below, the rest above: costs have a floor, and a long tail of runs that waited for
     something (memory that a hypervisor had to find first).
@@ -106,13 +111,14 @@ def _between(ratios, confidence):
 
 @dataclass
 class Calibration:
-    """Samples of one machine, and the Lines they give. `.lines[backing][phase]`, `.missing` {backing: (reason, remedy)}."""
+    """Samples of one machine, and the Lines they give. `.lines[backing][phase]`, `.missing` {backing: (reason,
+    remedy)}."""
 
     kernel: str
     cpu: str
-    date: str                   # ISO, UTC
+    date: str  # ISO, UTC
     page_size: int
-    samples: list               # [{"session": date, "backing", "nbytes", phase: ns}]
+    samples: list  # [{"session": date, "backing", "nbytes", phase: ns}]
     missing: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -138,7 +144,8 @@ class Calibration:
         return Calibration(self.kernel, self.cpu, self.date, self.page_size, samples, missing)
 
     def predict(self, backing, nbytes):
-        """Return {phase: Interval} for registering so many bytes. Raises NotPossible for a backing that was not measured."""
+        """Return {phase: Interval} for registering so many bytes. Raises NotPossible for a backing that was not
+        measured."""
         if backing not in self.lines:
             reason, remedy = self.missing.get(backing, ("it was not measured", "mmcore register --calibrate"))
             raise NotPossible(f"the calibration has nothing on {backing}: {reason}", remedy)
@@ -146,7 +153,8 @@ class Calibration:
         return {phase: line.at(pages) for phase, line in self.lines[backing].items()}
 
     def doubts(self, now=None):
-        """Say what makes the calibration less than trustworthy here: another kernel or CPU, its age; [] when nothing does."""
+        """Say what makes the calibration less than trustworthy here: another kernel or CPU, its age; [] when nothing
+        does."""
         found = []
         if self.kernel != platform.release():
             found.append(f"measured on Linux {self.kernel}, this is {platform.release()}")
@@ -164,7 +172,9 @@ class Calibration:
         sizes = [sample["nbytes"] for sample in self.samples if sample["backing"] == backing]
         if min(sizes) <= nbytes <= max(sizes):
             return ""
-        return f"{format_size(nbytes)} lies outside of the measured {format_size(min(sizes))} to {format_size(max(sizes))}"
+        return (
+            f"{format_size(nbytes)} lies outside of the measured {format_size(min(sizes))} to {format_size(max(sizes))}"
+        )
 
     def spread(self, backing):
         """Return (low, high) of the total as multiples of what is most likely."""
@@ -177,8 +187,18 @@ class Calibration:
         part = f"{path}.part{os.getpid()}"
         try:
             with open(part, "w") as file:
-                json.dump({"version": VERSION, "kernel": self.kernel, "cpu": self.cpu, "date": self.date, "page_size": self.page_size,
-                           "missing": self.missing, "samples": self.samples}, file)
+                json.dump(
+                    {
+                        "version": VERSION,
+                        "kernel": self.kernel,
+                        "cpu": self.cpu,
+                        "date": self.date,
+                        "page_size": self.page_size,
+                        "missing": self.missing,
+                        "samples": self.samples,
+                    },
+                    file,
+                )
             os.replace(part, path)
         finally:
             if os.path.exists(part):
@@ -194,15 +214,24 @@ class Calibration:
                 data = json.load(file)
             if data["version"] != VERSION:
                 raise ValueError(f"version {data['version']}, this mmcore reads {VERSION}")
-            samples = [{"session": str(row["session"]), "backing": str(row["backing"]), "nbytes": int(row["nbytes"]),
-                        **{phase: float(row[phase]) for phase in PHASES}} for row in data["samples"]]
+            samples = [
+                {
+                    "session": str(row["session"]),
+                    "backing": str(row["backing"]),
+                    "nbytes": int(row["nbytes"]),
+                    **{phase: float(row[phase]) for phase in PHASES},
+                }
+                for row in data["samples"]
+            ]
             missing = {str(key): (str(reason), str(remedy)) for key, (reason, remedy) in data["missing"].items()}
             datetime.datetime.fromisoformat(data["date"]) - _now()
             if not 0 < int(data["page_size"]) <= 1 << 20 or not samples:
                 raise ValueError("no samples, or no page size")
             return cls(str(data["kernel"]), str(data["cpu"]), data["date"], int(data["page_size"]), samples, missing)
         except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: no calibration of this mmcore ({error}); measure again: mmcore register --calibrate") from None
+            raise ValueError(
+                f"{path}: no calibration of this mmcore ({error}); measure again: mmcore register --calibrate"
+            ) from None
 
 
 def cache_path():
@@ -255,7 +284,9 @@ def calibrate(backings=BACKINGS, sizes=SIZES, rounds=ROUNDS, *, progress=None):
                     missing[backing] = (error.reason, error.remedy)
     samples = [sample for sample in samples if sample["backing"] not in missing]
     if not samples:
-        raise NotPossible("; ".join(reason for reason, _ in missing.values()), "; ".join(remedy for _, remedy in missing.values()))
+        raise NotPossible(
+            "; ".join(reason for reason, _ in missing.values()), "; ".join(remedy for _, remedy in missing.values())
+        )
     return Calibration(platform.release(), cpu_name(), date, os.sysconf("SC_PAGE_SIZE"), samples, missing)
 
 
@@ -265,13 +296,14 @@ def recalibrate(path=None, **how):
     try:
         fresh = fresh.joined(Calibration.load(path))
     except (FileNotFoundError, ValueError):
-        pass                            # the first one, or a file that this one replaces
+        pass  # the first one, or a file that this one replaces
     fresh.save(path)
     return fresh
 
 
 def share_inside(calibration, samples):
-    """Return {phase: share of samples inside their interval}, and under "runs" how many there were; None without samples."""
+    """Return {phase: share of samples inside their interval}, and under "runs" how many there were; None without
+    samples."""
     inside = {phase: 0 for phase in PHASES}
     for sample in samples:
         expected = calibration.predict(sample["backing"], sample["nbytes"])
@@ -282,7 +314,8 @@ def share_inside(calibration, samples):
 
 
 def coverage(calibration, runs=60, *, seed=None, measure=run_sample):
-    """Measure real runs of random size and backing, within what the calibration knows; returns (share_inside(), the samples).
+    """Measure real runs of random size and backing, within what the calibration knows; returns (share_inside(), the
+    samples).
 
     What `mmcore bench` reports: aim is 90 %.
     """

@@ -1,4 +1,5 @@
-"""Registering and releasing a buffer, phase by phase: by the engine's generations, and by the running kernel through io_uring.
+"""Registering and releasing a buffer, phase by phase: by the engine's generations, and by the running kernel through
+io_uring.
 
     fault-in    every page is touched for the first time
     pin         pages are found and pinned
@@ -8,7 +9,8 @@
     unpin       pins are dropped, and the table is freed
     free        the memory is unmapped, and given back
 
-The kernel pins, makes its table and accounts in one system call: "pin" is all three. It maps nothing: io_uring has no device.
+The kernel pins, makes its table and accounts in one system call: "pin" is all three. It maps nothing: io_uring has no
+device.
 """
 
 import time
@@ -26,7 +28,8 @@ PHASES = ("fault_in", "pin", "sg", "account", "map", "unmap", "unpin", "free")
 
 @dataclass
 class KernelRun:
-    """One buffer's life in the real kernel, in ns of the caller's processor time: what others ran meanwhile is not in it."""
+    """One buffer's life in the real kernel, in ns of the caller's processor time: what others ran meanwhile is not in
+    it."""
 
     backing: str
     nbytes: int
@@ -41,7 +44,8 @@ class KernelRun:
 
 
 def kernel_run(nbytes, backing, clock=time.thread_time_ns):
-    """Make, register, unregister and free a real buffer; returns KernelRun. Raises NotPossible as buffer() and kernel_register()."""
+    """Make, register, unregister and free a real buffer; returns KernelRun. Raises NotPossible as buffer() and
+    kernel_register()."""
     made = buffer(nbytes, backing, populate=False)
     try:
         length = made.length
@@ -58,13 +62,13 @@ def kernel_run(nbytes, backing, clock=time.thread_time_ns):
 def engine_phases(mm, addr, nbytes, *, fault_in=None, free=None, rounds=5, clock=time.thread_time_ns):
     """Register a buffer of an address space by each generation; returns one dict a generation, ns a page, medians.
 
-    fault_in, free: ns that its first touch and its end took, or took in a buffer like it; the same for all. Raises MMError
-    where the buffer cannot be registered.
+    fault_in, free: ns that its first touch and its end took, or took in a buffer like it; the same for all. Raises
+    MMError where the buffer cannot be registered.
     """
     device = mmc.IBDevice(mm.mem)
     npages = -(-nbytes // mm.mem.page_size)
     samples = {generation: [] for generation in GENERATIONS}
-    for turn in range(rounds + 1):          # the first one warms up
+    for turn in range(rounds + 1):  # the first one warms up
         for k in range(len(GENERATIONS)):
             generation = GENERATIONS[(turn + k) % len(GENERATIONS)]
             sample = _one(device, mm, addr, nbytes, npages, generation, clock)
@@ -75,18 +79,23 @@ def engine_phases(mm, addr, nbytes, *, fault_in=None, free=None, rounds=5, clock
         name = generation_name(acquire, release, lists)
         row = {"generation": name, "fault_in": fault_in, "free": free}
         row |= {phase: median_mad([sample[phase] for sample in taken])[0] for phase in taken[0]}
-        rows.append({"generation": name} | {phase: None if row.get(phase) is None else row[phase] / npages for phase in PHASES})
+        rows.append(
+            {"generation": name} | {phase: None if row.get(phase) is None else row[phase] / npages for phase in PHASES}
+        )
     return rows
 
 
 def _one(device, mm, addr, nbytes, npages, generation, clock):
-    """One round of one generation: {phase: ns}. The parts are run alone first, and then the whole, of which they are a part."""
+    """One round of one generation: {phase: ns}. The parts are run alone first, and then the whole, of which they are a
+    part."""
     acquire, release, lists = generation
     flags = mmc.FOLL_WRITE | mmc.FOLL_LONGTERM
     start = clock()
     if acquire == "sink":
         # Leaves go straight into the table: there is no part that only pins.
-        pages = mmc.pin_user_pages_fast(mm, addr, npages, flags, output=mmc.SGAppendTable(mm.mem, max_segment=device.max_seg_size))
+        pages = mmc.pin_user_pages_fast(
+            mm, addr, npages, flags, output=mmc.SGAppendTable(mm.mem, max_segment=device.max_seg_size)
+        )
         pin, sg = clock() - start, None
         mmc.sg_free_append_table(_unpinned(pages))
     else:
@@ -108,8 +117,14 @@ def _one(device, mm, addr, nbytes, npages, generation, clock):
     start = clock()
     mmc.ib_umem_release(umem, release=release, lists=lists)
     released = clock() - start
-    return {"pin": pin, "sg": sg or 0, "account": max(0, whole - pin - (sg or 0) - mapped), "map": mapped, "unmap": unmapped,
-            "unpin": max(0, released - unmapped)}
+    return {
+        "pin": pin,
+        "sg": sg or 0,
+        "account": max(0, whole - pin - (sg or 0) - mapped),
+        "map": mapped,
+        "unmap": unmapped,
+        "unpin": max(0, released - unmapped),
+    }
 
 
 def _unpinned(table):

@@ -422,7 +422,7 @@ def register(size=256 << 20, backing="thp", *, pid=None, addr=None, length=None,
 
 
 def what_if_report(report, backing, calibration):
-    """Return what registering so many bytes would cost with another backing: intervals in ns, beside what was measured now."""
+    """Return what registering it would cost with another backing: intervals in ns, beside what was measured now."""
     nbytes = report["backing"]["length"]
     expected = calibration.predict(backing, nbytes)
     kernel, pages = report["kernel"], report["backing"]["pages"]
@@ -446,7 +446,8 @@ def what_if_report(report, backing, calibration):
                    for phase, one in expected.items()},
         "folios": folios, "unpin_updates": engine["unpin_updates"], "pin_updates": engine["pin_updates"],
         "calibration": {"date": calibration.date, "kernel": calibration.kernel, "cpu": calibration.cpu,
-                        "sessions": len(calibration.sessions), "runs": sum(s["backing"] == backing for s in calibration.samples),
+                        "sessions": len(calibration.sessions),
+                        "runs": sum(sample["backing"] == backing for sample in calibration.samples),
                         "spread": calibration.spread(backing), "doubts": doubts},
     }
 

@@ -1,6 +1,6 @@
 """
-Tell before registering whether it will be refused: what RDMA, VFIO and io_uring each count for a buffer, against which limit,
-and the commands that help.
+Tell before registering whether it will be refused: what RDMA, VFIO and io_uring each count for a buffer, against which
+limit, and the commands that help.
 """
 
 from .output import print_fields, print_json, print_table
@@ -13,12 +13,18 @@ DEFAULT_SIZE = "256M"
 def add_arguments(parser):
     """Declare the options of the verb."""
     parser.add_argument("file", nargs="?", help="a capture file, instead of a process")
-    parser.add_argument("--pid", type=_positive, help="look at a buffer of this process, with --addr and --length, or at all of it")
+    parser.add_argument(
+        "--pid", type=_positive, help="look at a buffer of this process, with --addr and --length, or at all of it"
+    )
     parser.add_argument("--addr", type=_address, help="its address, as in /proc/PID/maps")
     parser.add_argument("--length", type=_size, help="its length in bytes")
     parser.add_argument("--size", type=_size, help=f"make a buffer of this size here (default {DEFAULT_SIZE})")
-    parser.add_argument("--backing", choices=("4k", "thp", "hugetlb", "shmem"), help="and back it with this (default thp)")
-    parser.add_argument("--api", action="append", choices=("rdma", "vfio", "io_uring"), help="only this one; may be given again")
+    parser.add_argument(
+        "--backing", choices=("4k", "thp", "hugetlb", "shmem"), help="and back it with this (default thp)"
+    )
+    parser.add_argument(
+        "--api", action="append", choices=("rdma", "vfio", "io_uring"), help="only this one; may be given again"
+    )
     parser.add_argument("--check", action="store_true", help="exit with status 1 when it will be refused")
 
 
@@ -58,19 +64,45 @@ def print_report(found):
         return "unlimited" if nbytes is None else format_size(nbytes)
 
     have = found.limits
-    print_fields([
-        ("process", f"{have.pid}, CAP_IPC_LOCK {'yes' if have.cap_ipc_lock else 'no'}"),
-        ("memlock", f"soft {limit(have.soft)}, hard {limit(have.hard)}; VmLck {format_size(have.locked)}, VmPin {format_size(have.pinned)}"),
-        *[("cgroup", f"{path}: {format_size(usage)} of {format_size(most)}") for path, most, usage in found.cgroup],
-        ("missing", format_size(found.not_present) + " not present: registering faults it in" if found.not_present else "nothing"),
-    ])
+    print_fields(
+        [
+            ("process", f"{have.pid}, CAP_IPC_LOCK {'yes' if have.cap_ipc_lock else 'no'}"),
+            (
+                "memlock",
+                f"soft {limit(have.soft)}, hard {limit(have.hard)}; VmLck {format_size(have.locked)}, "
+                f"VmPin {format_size(have.pinned)}",
+            ),
+            *[("cgroup", f"{path}: {format_size(usage)} of {format_size(most)}") for path, most, usage in found.cgroup],
+            (
+                "missing",
+                format_size(found.not_present) + " not present: registering faults it in"
+                if found.not_present
+                else "nothing",
+            ),
+        ]
+    )
     print()
-    print_table(("api", "each", "pages", "needed", "now", "counted in", "verdict"), [
-        (row.api, row.each, str(row.pages), format_size(row.needed), format_size(row.current), row.counted_in, row.verdict)
-        for row in found.charges])
+    print_table(
+        ("api", "each", "pages", "needed", "now", "counted in", "verdict"),
+        [
+            (
+                row.api,
+                row.each,
+                str(row.pages),
+                format_size(row.needed),
+                format_size(row.current),
+                row.counted_in,
+                row.verdict,
+            )
+            for row in found.charges
+        ],
+    )
     print()
     fields = [("verdict", f"{found.verdict}: {found.reason}")]
-    fields += [("remedy" if not number else "", f"{command}    ({what})") for number, (what, command) in enumerate(found.remedies[:12])]
+    fields += [
+        ("remedy" if not number else "", f"{command}    ({what})")
+        for number, (what, command) in enumerate(found.remedies[:12])
+    ]
     if len(found.remedies) > 12:
         fields.append(("", f"and {len(found.remedies) - 12} more; --json has all"))
     fields += [("note", note) for note in found.notes]

@@ -28,9 +28,10 @@ def add_arguments(parser):
     parser.add_argument("--model", action="store_true",
                         help="use a synthetic layout, not a real buffer; works anywhere")
     parser.add_argument("--what-if", choices=("4k", "thp", "hugetlb"),
-                        help="also tell what it would cost the kernel with this backing, from a calibration of this machine")
+                        help="also tell what it would cost with this backing, from a calibration of this machine")
     parser.add_argument("--calibrate", action="store_true",
-                        help="measure the calibration first (some seconds; it joins the ones that are kept); alone: only that")
+                        help="measure the calibration first (some seconds; it joins those that are kept); "
+                             "alone: only that")
 
 
 def run(args):
@@ -54,7 +55,8 @@ def run(args):
         return
     report = register(
         args.size or _size(DEFAULT_SIZE), args.backing or DEFAULT_BACKING, pid=args.pid,
-        addr=args.addr, length=args.length, rounds=args.rounds, model=args.model, what_if=args.what_if, calibration=calibration,
+        addr=args.addr, length=args.length, rounds=args.rounds, model=args.model,
+        what_if=args.what_if, calibration=calibration,
     )
     if args.json:
         print_json(report)
@@ -106,8 +108,9 @@ def _print_phases(rows, kernel):
     lines = [(row["generation"], *(ns(row[phase]) for phase in PHASES)) for row in rows]
     if kernel["possible"]:
         # One system call pins, makes the table and accounts; io_uring maps no device.
-        lines.append(("kernel", ns(kernel["fault_in_ns_per_page"]), ns(kernel["pin_ns_per_page"]), "in pin", "in pin", "-", "-",
-                      ns(kernel["unpin_ns_per_page"]), ns(kernel["free_ns_per_page"])))
+        timed = ("fault_in", "pin", "unpin", "free")
+        fault_in, pin, unpin, free = (ns(kernel[f"{phase}_ns_per_page"]) for phase in timed)
+        lines.append(("kernel", fault_in, pin, "in pin", "in pin", "-", "-", unpin, free))
     print_table(("acquire + release", *(phase.replace("_", "-") for phase in PHASES)), lines)
     print()
 
@@ -116,11 +119,12 @@ def _print_what_if(what):
     from mmcore.live.units import format_size
 
     print(f"what if it were {what['backing']}: {format_size(what['nbytes'])} in {_many(what['folios'], 'folio')}, "
-          f"{what['unpin_updates']} counter updates to release; {what['confidence']:.0%} of runs lie between low and high")
+          f"{what['unpin_updates']} counter updates to release; {what['confidence']:.0%} of runs lie between low and "
+          "high")
     rows = []
     for phase, one in what["phases"].items():
         ratio = f"{one['now'] / one['middle']:.1f}x" if one["now"] else "-"
-        rows.append((phase.replace("_", "-"), _time(one["now"]), _time(one["middle"]), _time(one["low"]), _time(one["high"]), ratio))
+        rows.append((phase.replace("_", "-"), *(_time(one[key]) for key in ("now", "middle", "low", "high")), ratio))
     print_table(("phase", "now", "likely", "low", "high", "now / likely"), rows)
     print()
     have = what["calibration"]
@@ -167,8 +171,9 @@ def _calibration(args):
 def _calibration_dict(found):
     from mmcore.bench import costmodel
 
-    return {"path": costmodel.cache_path(), "date": found.date, "kernel": found.kernel, "cpu": found.cpu, "sessions": found.sessions,
-            "runs": len(found.samples), "missing": {key: {"reason": why[0], "remedy": why[1]} for key, why in found.missing.items()},
+    missing = {backing: {"reason": reason, "remedy": remedy} for backing, (reason, remedy) in found.missing.items()}
+    return {"path": costmodel.cache_path(), "date": found.date, "kernel": found.kernel, "cpu": found.cpu,
+            "sessions": found.sessions, "runs": len(found.samples), "missing": missing,
             "lines": {backing: {phase: vars(line) | {"spread": line.spread} for phase, line in lines.items()}
                       for backing, lines in found.lines.items()}}
 
@@ -180,7 +185,8 @@ def _calibration_fields(found):
                              f"{_many(len(found.sessions), 'session')}"), ("kept in", costmodel.cache_path())]
     for backing in sorted(found.lines):
         line = found.lines[backing]["total"]
-        fields.append((backing, f"{_time(line.fixed)} + {line.per_page * line.middle:.3g} ns/page in all, {_spread(line.spread)}"))
+        cost = f"{_time(line.fixed)} + {line.per_page * line.middle:.3g} ns/page in all"
+        fields.append((backing, f"{cost}, {_spread(line.spread)}"))
     for backing, (reason, remedy) in found.missing.items():
         fields += [(backing, f"not measured: {reason}"), ("", f"remedy: {remedy}")]
     return fields

@@ -1,6 +1,6 @@
 """
-Tell why the page at an address cannot be pinned long-term, as RDMA, VFIO and io_uring do: by mapping, file system, page,
-zone and migrate type.
+Tell why the page at an address cannot be pinned long-term, as RDMA, VFIO and io_uring do: by mapping, file system,
+page, zone and migrate type.
 """
 
 from .output import print_fields, print_json
@@ -30,5 +30,11 @@ def run(args):
         print_json(found.as_dict())
     else:
         how = "reads only" if args.read_only else "writes"
-        print_fields([("address", f"{args.addr:#x} of process {snapshot.pid} ({snapshot.command}), for a device that {how}"),
-                      ("verdict", found.lines()[0]), *found.checks, *([("remedy", found.remedy)] if found.remedy else [])])
+        print_fields(
+            [
+                ("address", f"{args.addr:#x} of process {snapshot.pid} ({snapshot.command}), for a device that {how}"),
+                ("verdict", found.lines()[0]),
+                *found.checks,
+                *([("remedy", found.remedy)] if found.remedy else []),
+            ]
+        )

@@ -251,9 +251,10 @@ def available_memory():
 
 
 def cgroup_memory(pid="self"):
-    """Return [(limit file, limit, usage)] in bytes of the memory cgroups, version 1 or 2, that hold a process, innermost first.
+    """Return [(limit file, limit, usage)] in bytes of the memory cgroups that hold a process, innermost first.
 
-    Empty where there is no limit, or none that can be read. What belongs to inner namespaces is not seen.
+    Versions 1 and 2. Empty where there is no limit, or none that can be read. What belongs to inner namespaces is not
+    seen.
     """
     found = []
     try:

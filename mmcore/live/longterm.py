@@ -1,9 +1,9 @@
 """Why can this page not be pinned long-term (FOLL_PIN | FOLL_LONGTERM)? The kernel's rules, on what /proc shows.
 
-In its order: is something mapped there; is it memory with struct pages; may it be written; may a device write to that file
-behind its file system's back; then the page: its zone and migrate type. A page in ZONE_MOVABLE or CMA is not refused: the
-pin moves it out first, which fails (ENOMEM) while somebody else holds a reference. /proc shows no reference counts: what
-hints at holders is said as a hint.
+In its order: is something mapped there; is it memory with struct pages; may it be written; may a device write to that
+file behind its file system's back; then the page: its zone and migrate type. A page in ZONE_MOVABLE or CMA is not
+refused: the pin moves it out first, which fails (ENOMEM) while somebody else holds a reference. /proc shows no
+reference counts: what hints at holders is said as a hint.
 """
 
 import errno
@@ -16,8 +16,20 @@ import numpy as np
 from mmcore.core.errors import InvalidArgument, MMError
 
 from .pagemap import (
-    KPF_ANON, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE, KPF_HWPOISON, KPF_KSM, KPF_LOCKED, KPF_LRU, KPF_NOPAGE, KPF_OFFLINE,
-    KPF_SWAPBACKED, KPF_WRITEBACK, KPF_ZERO_PAGE, PM_SWAP,
+    KPF_ANON,
+    KPF_COMPOUND_HEAD,
+    KPF_COMPOUND_TAIL,
+    KPF_HUGE,
+    KPF_HWPOISON,
+    KPF_KSM,
+    KPF_LOCKED,
+    KPF_LRU,
+    KPF_NOPAGE,
+    KPF_OFFLINE,
+    KPF_SWAPBACKED,
+    KPF_WRITEBACK,
+    KPF_ZERO_PAGE,
+    PM_SWAP,
 )
 from .units import format_size
 
@@ -25,17 +37,25 @@ from .units import format_size
 NOT_TRACKED = {"tmpfs", "devtmpfs", "ramfs", "rootfs", "hugetlbfs"}
 MEMORY_PATHS = ("/dev/zero", "/memfd:", "/dev/shm/", "/SYSV", "/anon_hugepage", "/dev/dax")
 SECRETMEM = "/secretmem"
+# kpageflags bit, what it says of a frame, remedy: such frames cannot be pinned.
+UNFIT = (
+    (KPF_NOPAGE, "has no struct page that could hold a pin",
+     "VFIO maps such frames without pinning; for RDMA export the memory as a dma-buf"),
+    (KPF_HWPOISON, "had a memory error (hwpoison)", "unmap and touch it again: another page takes its place"),
+    (KPF_OFFLINE, "is offline: a balloon or hotplug driver owns it", "look at that driver"),
+)
 
 
 @dataclass(frozen=True)
 class Longterm:
     """The answer for one page: `.verdict` "pinnable", "moved" (first, out of its place), "refused" or "unknown".
 
-    `.errno` is the kernel's (0 unless refused); `.checks` each rule with its answer, as (rule, words), in the kernel's order.
+    `.errno` is the kernel's (0 unless refused); `.checks` each rule with its answer, as (rule, words), in the kernel's
+    order.
     """
 
     addr: int
-    pfn: int                    # 0: no page is present
+    pfn: int  # 0: no page is present
     write: bool
     verdict: str
     errno: int
@@ -45,7 +65,10 @@ class Longterm:
 
     def as_dict(self):
         """Return plain data for JSON."""
-        return asdict(self) | {"errno": errno.errorcode.get(self.errno, ""), "checks": [list(row) for row in self.checks]}
+        return asdict(self) | {
+            "errno": errno.errorcode.get(self.errno, ""),
+            "checks": [list(row) for row in self.checks],
+        }
 
     def lines(self):
         """Return the report as lines of text."""
@@ -58,38 +81,60 @@ class Longterm:
         return "\n".join(self.lines())
 
 
-# ---- mappings ---------------------------------------------------------------------------------------------------------
+# ---- mappings
+# ---------------------------------------------------------------------------------------------------------
 def mapping_rule(vma, *, write=True, shmem=None, filesystem=None):
     """Judge a mapping: (errno or 0, None where it is not known; reason; remedy).
 
-    shmem: whether a page of it is known to be shared memory; filesystem: (type, mount options) of its file, None unknown.
+    shmem: whether a page of it is known to be shared memory; filesystem: (type, mount options) of its file, None
+    unknown.
     """
     where = f"the mapping {vma.start:#x}-{vma.end:#x}"
     if "pf" in vma.flags or "io" in vma.flags:
-        return (errno.EFAULT, f"{where} is raw frames of a device (VM_PFNMAP or VM_IO): there are no pages to pin",
-                "VFIO maps such ranges without pinning; for RDMA export the memory as a dma-buf")
+        return (
+            errno.EFAULT,
+            f"{where} is raw frames of a device (VM_PFNMAP or VM_IO): there are no pages to pin",
+            "VFIO maps such ranges without pinning; for RDMA export the memory as a dma-buf",
+        )
     if vma.path.startswith(SECRETMEM):
-        return (errno.EFAULT, f"{where} is secret memory (memfd_secret), which the kernel itself has no mapping of",
-                "copy the data to ordinary memory and register that")
+        return (
+            errno.EFAULT,
+            f"{where} is secret memory (memfd_secret), which the kernel itself has no mapping of",
+            "copy the data to ordinary memory and register that",
+        )
     if vma.perms[:2] == "--" or (not write and vma.perms[0] != "r"):
         return errno.EFAULT, f"{where} may not be accessed ({vma.perms})", "mprotect(PROT_READ | PROT_WRITE) it first"
     if write and vma.perms[1] != "w":
-        return (errno.EFAULT, f"{where} is not writable ({vma.perms}), and a device is to write to it",
-                "mprotect(PROT_READ | PROT_WRITE) it, or register it for reading only")
+        return (
+            errno.EFAULT,
+            f"{where} is not writable ({vma.perms}), and a device is to write to it",
+            "mprotect(PROT_READ | PROT_WRITE) it, or register it for reading only",
+        )
     kind, options = filesystem or (None, "")
     if any(option in ("dax", "dax=always") for option in options.split(",")):
-        return (errno.EOPNOTSUPP, f"{where} is a file on a DAX file system, whose blocks a truncate would have to wait for",
-                "use device-dax, or a file system without dax")
+        return (
+            errno.EOPNOTSUPP,
+            f"{where} is a file on a DAX file system, whose blocks a truncate would have to wait for",
+            "use device-dax, or a file system without dax",
+        )
     if vma.perms[3] != "s" or not vma.inode or not write:
         return 0, "", ""
     if vma.hugetlb or shmem or vma.path.startswith(MEMORY_PATHS) or kind in NOT_TRACKED:
         return 0, "", ""
     if kind is None and vma.dev.startswith("00:"):
-        return None, f"{where} shares the file {vma.path or '(name not kept)'}, and which file system that is on is not known here", ""
-    return (errno.EFAULT, f"{where} shares the file {vma.path or '(name not kept)'} on {kind or 'a block device'}, which writes back: it "
-                          "would not notice what a device writes later",
-            "map it MAP_PRIVATE, or keep the data in anonymous memory, a memfd, tmpfs or hugetlbfs; short-term pins (O_DIRECT) are "
-            "allowed")
+        return (
+            None,
+            f"{where} shares the file {vma.path or '(name not kept)'}, and which file system that is on is not known "
+            "here",
+            "",
+        )
+    return (
+        errno.EFAULT,
+        f"{where} shares the file {vma.path or '(name not kept)'} on {kind or 'a block device'}, which writes back: it "
+        "would not notice what a device writes later",
+        "map it MAP_PRIVATE, or keep the data in anonymous memory, a memfd, tmpfs or hugetlbfs; short-term pins "
+        "(O_DIRECT) are allowed",
+    )
 
 
 def mapping_obstacle(vma):
@@ -99,7 +144,8 @@ def mapping_obstacle(vma):
 
 
 def filesystem_of(dev):
-    """Return (type, options of the superblock) of the device that maps shows as "08:01", None if it is not mounted here."""
+    """Return (type, options of the superblock) of the device that maps shows as "08:01", None if it is not mounted
+    here."""
     major, _, minor = dev.partition(":")
     try:
         wanted = f"{int(major, 16)}:{int(minor, 16)}"
@@ -114,7 +160,8 @@ def filesystem_of(dev):
     return None
 
 
-# ---- frames -----------------------------------------------------------------------------------------------------------
+# ---- frames
+# -----------------------------------------------------------------------------------------------------------
 def zone_of(pfn):
     """Return the name of the zone that spans a frame, "" if none does; from /proc/zoneinfo."""
     name, spanned = "", 0
@@ -131,7 +178,8 @@ def zone_of(pfn):
 
 
 def page_blocks(zone):
-    """Return {migrate type: page blocks} of a zone, added over nodes, from /proc/pagetypeinfo; {} where it may not be read."""
+    """Return {migrate type: page blocks} of a zone, added over nodes, from /proc/pagetypeinfo; {} where it may not be
+    read."""
     types, counts, inside = [], {}, False
     try:
         with open("/proc/pagetypeinfo") as file:
@@ -175,12 +223,14 @@ def of_this_machine(capture):
         return False
 
 
-# ---- the question -----------------------------------------------------------------------------------------------------
+# ---- the question
+# -----------------------------------------------------------------------------------------------------
 def why_not_longterm(capture, addr, *, write=True):
     """Tell whether the page at an address of a capture can be pinned long-term, and why not; returns Longterm.
 
-    write: for a device that writes (FOLL_WRITE). Zone and file system are those of this machine: for a capture of another
-    one they are "unknown". Raises MMError (EFAULT) where nothing is mapped or captured, InvalidArgument for what is no address.
+    write: for a device that writes (FOLL_WRITE). Zone and file system are those of this machine: for a capture of
+    another one they are "unknown". Raises MMError (EFAULT) where nothing is mapped or captured, InvalidArgument for
+    what is no address.
     """
     if isinstance(addr, bool) or not hasattr(addr, "__index__"):
         raise TypeError(f"an address is an int, not {addr!r}")
@@ -191,13 +241,24 @@ def why_not_longterm(capture, addr, *, write=True):
     page = addr // capture.page_size * capture.page_size
     index = int(np.searchsorted(capture.addresses, page))
     if index == len(capture.words) or int(capture.addresses[index]) != page or vma is None:
-        spans = ", ".join(f"{int(start):#x}-{int(start) + int(count) * capture.page_size:#x}"
-                          for start, count in list(zip(capture.starts, capture.counts))[:3])
+        spans = ", ".join(
+            f"{int(start):#x}-{int(start) + int(count) * capture.page_size:#x}"
+            for start, count in list(zip(capture.starts, capture.counts))[:3]
+        )
         more = f" and {len(capture.starts) - 3} more" if len(capture.starts) > 3 else ""
         what = "nothing is mapped there (EFAULT)" if vma is None and spans else "the capture does not cover it"
         raise MMError(errno.EFAULT, f"process {capture.pid} at {addr:#x}: {what}; captured is {spans}{more}", addr=addr)
-    return _judge(capture, addr, vma, int(capture.words[index]), int(capture.pfns[index]), int(capture.flags[index]),
-                  int(capture.mapcounts[index]), int(capture.orders[index]), write)
+    return _judge(
+        capture,
+        addr,
+        vma,
+        int(capture.words[index]),
+        int(capture.pfns[index]),
+        int(capture.flags[index]),
+        int(capture.mapcounts[index]),
+        int(capture.orders[index]),
+        write,
+    )
 
 
 def _judge(capture, addr, vma, word, pfn, flags, mapcount, order, write):
@@ -221,58 +282,86 @@ def _judge(capture, addr, vma, word, pfn, flags, mapcount, order, write):
     if not pfn:
         swapped = word & int(PM_SWAP)
         checks.append(("page", "swapped out, or being moved" if swapped else "not present"))
-        text = ("the pin faults it in, and the kernel allocates pages for long-term pins outside of ZONE_MOVABLE and CMA")
+        text = "the pin faults it in, and the kernel allocates pages for long-term pins outside of ZONE_MOVABLE and CMA"
         return answer("unknown" if unsure else "pinnable", "; ".join(unsure + [text]))
-    if bit(KPF_NOPAGE):
-        checks.append(("page", f"PFN {pfn:#x} has no struct page"))
-        return answer("refused", f"PFN {pfn:#x} has no struct page that could hold a pin",
-                      "VFIO maps such frames without pinning; for RDMA export the memory as a dma-buf", errno.EFAULT)
-    if bit(KPF_HWPOISON):
-        checks.append(("page", f"PFN {pfn:#x} is marked hwpoison"))
-        return answer("refused", f"PFN {pfn:#x} had a memory error (hwpoison)", "unmap and touch it again: another page takes its place",
-                      errno.EFAULT)
-    if bit(KPF_OFFLINE):
-        checks.append(("page", f"PFN {pfn:#x} is offline"))
-        return answer("refused", f"PFN {pfn:#x} is offline: a balloon or hotplug driver owns it", "look at that driver", errno.EFAULT)
+    for flag, what, remedy in UNFIT:
+        if bit(flag):
+            checks.append(("page", f"PFN {pfn:#x} {what}"))
+            return answer("refused", f"PFN {pfn:#x} {what}", remedy, errno.EFAULT)
     checks.append(("page", _page_words(pfn, order, mapcount, capture.page_size, bit)))
     replaced = _replaced(vma, word, write, bit)
     if replaced:
         checks.append(("copy", replaced))
         return answer("unknown" if unsure else "pinnable", "; ".join(unsure + [replaced]))
     if not here:
-        text = (f"the zone of PFN {pfn:#x} is not known: the capture is of another machine, or its process has ended; everything else "
-                "that the capture shows allows it")
+        text = (
+            f"the zone of PFN {pfn:#x} is not known: the capture is of another machine, or its process has ended; "
+            "everything else that the capture shows allows it"
+        )
         checks.append(("zone", "unknown"))
         return answer("unknown", "; ".join(unsure + [text]), "run it on that machine, while the process lives")
     zone = zone_of(pfn)
     cma = in_cma(pfn, zone)
     blocks = page_blocks(zone)
-    checks.append(("zone", f"{zone or 'none'}" + (" : pages there are movable by promise" if zone == "Movable" else "")))
+    checks.append(
+        ("zone", f"{zone or 'none'}" + (" : pages there are movable by promise" if zone == "Movable" else ""))
+    )
     cma_words = {True: "CMA", False: "not CMA", None: "whether it is CMA cannot be seen (mount debugfs)"}[cma]
     spread = ", ".join(f"{nr} {kind}" for kind, nr in blocks.items() if nr)
-    checks.append(("migrate type", f"{cma_words}; page blocks of the zone: {spread or 'pagetypeinfo may not be read'}; no file shows "
-                                   "the type of one page"))
+    checks.append(
+        (
+            "migrate type",
+            f"{cma_words}; page blocks of the zone: {spread or 'pagetypeinfo may not be read'}; no file shows "
+            "the type of one page",
+        )
+    )
     hints = _holders(capture, mapcount, bit)
-    checks.append(("references", "; ".join(hints) if hints else "nothing hints at another holder; /proc shows no _refcount"))
+    checks.append(
+        ("references", "; ".join(hints) if hints else "nothing hints at another holder; /proc shows no _refcount")
+    )
     if zone == "Movable" or cma:
         place = "ZONE_MOVABLE" if zone == "Movable" else "a CMA area"
-        return answer("moved", "; ".join(unsure + [
-            f"the page lies in {place}: the pin first moves it elsewhere, and fails with ENOMEM while another reference holds it"]),
+        return answer(
+            "moved",
+            "; ".join(
+                unsure
+                + [
+                    f"the page lies in {place}: the pin first moves it elsewhere, and fails with ENOMEM while another "
+                    "reference holds it"
+                ]
+            ),
             "nothing, if the pin succeeds; else find the holder (mmcore pins), make room in the other zones "
-            "(echo 1 > /proc/sys/vm/compact_memory), or online less memory as movable")
+            "(echo 1 > /proc/sys/vm/compact_memory), or online less memory as movable",
+        )
     if unsure or cma is None:
-        return answer("unknown", "; ".join(unsure + (["whether its page block is CMA cannot be seen here"] if cma is None else [])),
-                      "as root: mount -t debugfs none /sys/kernel/debug" if cma is None else "")
+        return answer(
+            "unknown",
+            "; ".join(unsure + (["whether its page block is CMA cannot be seen here"] if cma is None else [])),
+            "as root: mount -t debugfs none /sys/kernel/debug" if cma is None else "",
+        )
     return answer("pinnable", f"nothing forbids it: PFN {pfn:#x} in zone {zone} stays where it is")
 
 
 def _allowed(number):
-    return {0: "a long-term pin may be asked for", None: "whether a long-term pin may be asked for is not known"}.get(number, "not allowed")
+    return {0: "a long-term pin may be asked for", None: "whether a long-term pin may be asked for is not known"}.get(
+        number, "not allowed"
+    )
 
 
 def _page_words(pfn, order, mapcount, page_size, bit):
-    kind = ("hugetlb" if bit(KPF_HUGE) else "zero page" if bit(KPF_ZERO_PAGE) else "KSM" if bit(KPF_KSM) else
-            "anonymous" if bit(KPF_ANON) else "shared memory" if bit(KPF_SWAPBACKED) else "page cache")
+    kind = (
+        "hugetlb"
+        if bit(KPF_HUGE)
+        else "zero page"
+        if bit(KPF_ZERO_PAGE)
+        else "KSM"
+        if bit(KPF_KSM)
+        else "anonymous"
+        if bit(KPF_ANON)
+        else "shared memory"
+        if bit(KPF_SWAPBACKED)
+        else "page cache"
+    )
     compound = bit(KPF_COMPOUND_HEAD) or bit(KPF_COMPOUND_TAIL)
     folio = f" in a folio of {format_size(page_size << order)}" if compound else ""
     return f"PFN {pfn:#x}, {kind}{folio}, mapped {mapcount} time{'' if mapcount == 1 else 's'}"
@@ -304,6 +393,8 @@ def _holders(capture, mapcount, bit):
     if mapcount > 1:
         hints.append(f"mapped {mapcount} times: each mapping is moved with it")
     if capture.limits.pinned:
-        hints.append(f"process {capture.pid} has {format_size(capture.limits.pinned)} pinned long-term (VmPin): such a page is in place "
-                     "already, and cannot be moved")
+        hints.append(
+            f"process {capture.pid} has {format_size(capture.limits.pinned)} pinned long-term (VmPin): such a "
+            "page is in place already, and cannot be moved"
+        )
     return hints

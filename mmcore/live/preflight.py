@@ -2,11 +2,12 @@
 
     RDMA        every page that an MR touches, an MR at a time, to the process's pinned_vm (VmPin)
     VFIO        every page of a mapping but those without a struct page, a mapping at a time, to its locked_vm (VmLck)
-    io_uring    a base page each time it is in a buffer, a large folio whole and once a ring, to the *user's* locked_vm, which
+    io_uring    a base page each time it is in a buffer, a large folio whole and once a ring, to the *user's* locked_vm,
+    which
                 no file shows, and to the process's pinned_vm; the ring itself counts for the user as well
 
-All three compare with the soft RLIMIT_MEMLOCK; equality passes; CAP_IPC_LOCK lifts the limit. Pages that are not there yet
-are faulted in first, and that is what a memory cgroup may refuse.
+All three compare with the soft RLIMIT_MEMLOCK; equality passes; CAP_IPC_LOCK lifts the limit. Pages that are not there
+yet are faulted in first, and that is what a memory cgroup may refuse.
 """
 
 import errno
@@ -24,8 +25,8 @@ from .pagemap import KPF_NOPAGE, KPF_ZERO_PAGE, has_flag
 from .units import format_size
 
 APIS = ("RDMA", "VFIO", "io_uring")
-RING_PAGES = 2                      # the least ring: one page of entries, one of both queues (Linux 6.18)
-VFIO_DMA_ENTRY_LIMIT = 65535        # mappings of a container: the default of vfio_iommu_type1.dma_entry_limit
+RING_PAGES = 2  # the least ring: one page of entries, one of both queues (Linux 6.18)
+VFIO_DMA_ENTRY_LIMIT = 65535  # mappings of a container: the default of vfio_iommu_type1.dma_entry_limit
 GOOD = ("fits", "unlimited", "exempt")
 
 
@@ -46,15 +47,15 @@ class Charge:
     """What one API counts for the buffers, and whether that fits. Sizes are bytes."""
 
     api: str
-    each: str                   # what is counted one by one: "MR", "mapping", "ring"
+    each: str  # what is counted one by one: "MR", "mapping", "ring"
     pages: int
     needed: int
     counted_in: str
-    current: int                # counted there before the buffers; io_uring: of this process, and the ring's own pages; the
-                                # user's other rings are not to be seen
+    current: int  # counted there before the buffers; io_uring: of this process, and the ring's own pages; the
+    # user's other rings are not to be seen
     limit: "int | None"
-    verdict: str                # "fits", "unlimited", "exempt", "refused"
-    errno: int                  # of the refusal, 0 otherwise
+    verdict: str  # "fits", "unlimited", "exempt", "refused"
+    errno: int  # of the refusal, 0 otherwise
     reason: str
 
 
@@ -62,15 +63,15 @@ class Charge:
 class Preflight:
     """Whether registering passes, by each API. `.needed`, `.limit`, `.current` are of the API that needs most.
 
-    `.verdict` is "refused" when any API refuses, and `.remedy` the first command that helps; `.remedies` all of them, as
-    (what for, command). `.obstacles` are refusals that no limit explains: (address, errno, words).
+    `.verdict` is "refused" when any API refuses, and `.remedy` the first command that helps; `.remedies` all of them,
+    as (what for, command). `.obstacles` are refusals that no limit explains: (address, errno, words).
     """
 
     limits: Limits
     page_size: int
     charges: list
-    not_present: int            # bytes that registering faults in first
-    cgroup: list                # [(path, limit, usage)] in bytes
+    not_present: int  # bytes that registering faults in first
+    cgroup: list  # [(path, limit, usage)] in bytes
     obstacles: list = field(default_factory=list)
     remedies: list = field(default_factory=list)
     notes: list = field(default_factory=list)
@@ -123,8 +124,10 @@ class Preflight:
             return self.obstacles[0][2]
         short = self.short_of_memory
         if short:
-            return (f"{format_size(self.not_present)} are not present and must be faulted in, and the memory cgroup {short[0]} has "
-                    f"{format_size(max(0, short[1] - short[2]))} left of {format_size(short[1])}")
+            return (
+                f"{format_size(self.not_present)} are not present and must be faulted in, and the memory cgroup "
+                f"{short[0]} has {format_size(max(0, short[1] - short[2]))} left of {format_size(short[1])}"
+            )
         return self.worst.reason
 
     @property
@@ -135,22 +138,31 @@ class Preflight:
     def as_dict(self):
         """Return plain data for JSON."""
         return {
-            "needed": self.needed, "limit": self.limit, "hard": self.limits.hard, "current": self.current,
-            "cap_ipc_lock": self.limits.cap_ipc_lock, "pid": self.limits.pid, "verdict": self.verdict, "reason": self.reason,
-            "remedy": self.remedy, "charges": [asdict(charge) for charge in self.charges], "not_present": self.not_present,
+            "needed": self.needed,
+            "limit": self.limit,
+            "hard": self.limits.hard,
+            "current": self.current,
+            "cap_ipc_lock": self.limits.cap_ipc_lock,
+            "pid": self.limits.pid,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "remedy": self.remedy,
+            "charges": [asdict(charge) for charge in self.charges],
+            "not_present": self.not_present,
             "cgroup": [{"path": path, "limit": limit, "usage": usage} for path, limit, usage in self.cgroup],
             "obstacles": [{"addr": addr, "errno": number, "reason": words} for addr, number, words in self.obstacles],
-            "remedies": [{"for": what, "command": command} for what, command in self.remedies], "notes": list(self.notes),
+            "remedies": [{"for": what, "command": command} for what, command in self.remedies],
+            "notes": list(self.notes),
         }
 
 
 def preflight(target, *, apis=APIS):
     """Tell whether registering a capture, a buffer or several of them passes, by each API; returns Preflight.
 
-    target: a Capture, an object with .addr and .length of this process, or a list of these, all of one process: each is an
-    MR, a VFIO mapping and a fixed buffer of one ring. Whole pages are counted, as the kernel does. Where PFNs are hidden,
-    io_uring's count takes every page for a base page, and `.notes` says so. Raises ValueError for nothing, ProcessLookupError,
-    MMError (EFAULT) where nothing is mapped, NotPossible off Linux for buffers.
+    target: a Capture, an object with .addr and .length of this process, or a list of these, all of one process: each is
+    an MR, a VFIO mapping and a fixed buffer of one ring. Whole pages are counted, as the kernel does. Where PFNs are
+    hidden, io_uring's count takes every page for a base page, and `.notes` says so. Raises ValueError for nothing,
+    ProcessLookupError, MMError (EFAULT) where nothing is mapped, NotPossible off Linux for buffers.
     """
     unknown = [api for api in apis if api not in APIS]
     if unknown or not apis:
@@ -186,8 +198,10 @@ def _look(targets):
             try:
                 one = capture(one)
             except NotPossible as hidden:
-                notes.append(f"the buffer at {addr:#x}: {hidden.reason}; io_uring's count takes every page for a base page, and "
-                             "would count large folios whole")
+                notes.append(
+                    f"the buffer at {addr:#x}: {hidden.reason}; io_uring's count takes every page for a base page, and "
+                    "would count large folios whole"
+                )
                 pieces.append(Piece(addr, length))
                 continue
             # The page range of the capture starts on a page; the buffer may not.
@@ -197,7 +211,11 @@ def _look(targets):
             at = 0
             for start, count in zip(one.starts.tolist(), one.counts.tolist()):
                 part = slice(at, at + count)
-                pieces.append(Piece(start, count * one.page_size, one.pfns[part], one.heads[part], one.orders[part], one.flags[part]))
+                pieces.append(
+                    Piece(
+                        start, count * one.page_size, one.pfns[part], one.heads[part], one.orders[part], one.flags[part]
+                    )
+                )
                 at += count
         if have is not None and one.limits.pid != have.pid:
             raise ValueError(f"buffers of two processes, {have.pid} and {one.limits.pid}: look at each alone")
@@ -214,8 +232,18 @@ def _judge(api, each, pages, counted_in, current, have, page_size, reason="", nu
     one = fit(pages * page_size, have, current, counted_in)
     if number and one.verdict != "exempt":
         return Charge(api, each, pages, one.needed, counted_in, current, have.soft, "refused", number, reason)
-    return Charge(api, each, pages, one.needed, counted_in, current, have.soft, one.verdict,
-                  0 if one.ok else errno.ENOMEM, one.reason)
+    return Charge(
+        api,
+        each,
+        pages,
+        one.needed,
+        counted_in,
+        current,
+        have.soft,
+        one.verdict,
+        0 if one.ok else errno.ENOMEM,
+        one.reason,
+    )
 
 
 def rdma_charge(pieces, have, page_size, notes):
@@ -226,7 +254,8 @@ def rdma_charge(pieces, have, page_size, notes):
 
 
 def vfio_charge(pieces, have, page_size, notes):
-    """Charge each mapping with its pages; frames without a struct page are not counted, and nothing is counted once for two."""
+    """Charge each mapping with its pages; frames without a struct page are not counted, and nothing is counted once for
+    two."""
     pages, ragged = 0, 0
     for piece in pieces:
         pages += pages_spanned(piece.addr, piece.length, page_size)
@@ -234,10 +263,14 @@ def vfio_charge(pieces, have, page_size, notes):
             pages -= int(np.count_nonzero(has_flag(piece.flags, KPF_NOPAGE)))
         ragged += (piece.addr | piece.length) % page_size != 0
     if ragged:
-        notes.append(f"VFIO maps whole pages: {ragged} of {len(pieces)} buffers do not start and end on one (EINVAL); counted are the "
-                     "pages around them")
+        notes.append(
+            f"VFIO maps whole pages: {ragged} of {len(pieces)} buffers do not start and end on one (EINVAL); "
+            "counted are the pages around them"
+        )
     if len(pieces) > VFIO_DMA_ENTRY_LIMIT:
-        notes.append(f"VFIO: {len(pieces)} mappings are more than dma_entry_limit, {VFIO_DMA_ENTRY_LIMIT} by default (ENOSPC)")
+        notes.append(
+            f"VFIO: {len(pieces)} mappings are more than dma_entry_limit, {VFIO_DMA_ENTRY_LIMIT} by default (ENOSPC)"
+        )
     return _judge("VFIO", "mapping", pages, "VmLck", have.locked, have, page_size)
 
 
@@ -256,14 +289,19 @@ def iouring_charge(pieces, have, page_size, notes):
         orders.append(piece.orders[here])
     missing = sum(_missing(piece) for piece in pieces if piece.pfns is not None)
     if missing:
-        notes.append(f"{missing} pages are not present: io_uring's count takes them for base pages; a huge page faulted in counts whole")
+        notes.append(
+            f"{missing} pages are not present: io_uring's count takes them for base pages; a huge page faulted in "
+            "counts whole"
+        )
     if pfns:
         step = MAX_IOVEC // page_size
         pages += predict_iouring_pins(*map(np.concatenate, (pfns, heads, orders)), max_pages=step).charge
     buffers = sum(-(-piece.length // MAX_IOVEC) for piece in pieces)
     if buffers > MAX_IOVECS:
         notes.append(f"io_uring: {buffers} buffers of up to 1 GiB are more than the {MAX_IOVECS} of a ring (EINVAL)")
-    return _judge("io_uring", "ring", pages, "the user's locked_vm", have.pinned + RING_PAGES * page_size, have, page_size)
+    return _judge(
+        "io_uring", "ring", pages, "the user's locked_vm", have.pinned + RING_PAGES * page_size, have, page_size
+    )
 
 
 _CHARGE = {"RDMA": rdma_charge, "VFIO": vfio_charge, "io_uring": iouring_charge}

@@ -83,11 +83,12 @@ def replay(capture):
 
 
 def address_space(capture, mem, pfns):
-    """Map the claimed folios as the process had them: VMAs, leaves, exclusive pages; returns (MM, others, pages left out).
+    """Map the claimed folios as the process had them: VMAs, leaves, exclusive pages; returns (MM, others, pages left
+    out).
 
-    Only what the capture looked at is mapped. A PMD leaf is drawn where smaps counts one for every place that could have
-    one; the exclusive mark is set where pagemap says that nobody else maps the page. What is mapped more often than the
-    capture shows is mapped by others as well, at the same address: whoever they are, they count.
+    Only what the capture looked at is mapped. A PMD leaf is drawn where smaps counts one for every place that could
+    have one; the exclusive mark is set where pagemap says that nobody else maps the page. What is mapped more often
+    than the capture shows is mapped by others as well, at the same address: whoever they are, they count.
     """
     import mmcore
 
@@ -115,8 +116,8 @@ def address_space(capture, mem, pfns):
                 break
             # Of a huge page that they do not share as a whole, others map pages.
             whole = leaves & ~np.isin(capture.heads[part], capture.heads[part][~mine]) | vma.hugetlb
-            map_pages(other, vma, files, addresses[part], np.where(mine, pfns[part], np.uint64(0)), whole, np.zeros(last - first, bool),
-                      anon, largest)
+            theirs = np.where(mine, pfns[part], np.uint64(0))
+            map_pages(other, vma, files, addresses[part], theirs, whole, np.zeros(last - first, bool), anon, largest)
     present = pfns != 0
     mapped = np.zeros(len(pfns), bool)
     for start, stop in runs(addresses, mem.page_size):
@@ -125,7 +126,8 @@ def address_space(capture, mem, pfns):
 
 
 def mapped_by_others(capture):
-    """Return for each page how often it is mapped beyond what the capture shows; 0 where pagemap says that nobody else does."""
+    """Return for each page how often it is mapped beyond what the capture shows; 0 where pagemap says that nobody else
+    does."""
     _, back, own = np.unique(capture.pfns, return_inverse=True, return_counts=True)
     own = own[back.reshape(-1)].astype(np.int64)
     more = capture.mapcounts.astype(np.int64) - own
@@ -134,7 +136,8 @@ def mapped_by_others(capture):
 
 
 def map_pages(mm, vma, files, addresses, pfns, leaves, exclusive, anon, largest):
-    """Make a mapping in an address space, and put these pages there; largest: the order of the largest folio among them."""
+    """Make a mapping in an address space, and put these pages there; largest: the order of the largest folio among
+    them."""
     from mmcore.core.adopt import adopt
 
     map_like(mm, vma, files, largest)
@@ -182,8 +185,8 @@ def map_like(mm, vma, files, file_order=0):
 def leaf_pages(capture, vma, first, last, mem):
     """Tell which captured pages of a mapping lie under a PMD leaf.
 
-    A huge page can have one where it lies in line, whole inside of the mapping and without a hole; it has one when smaps
-    counts as many as there are such places.
+    A huge page can have one where it lies in line, whole inside of the mapping and without a hole; it has one when
+    smaps counts as many as there are such places.
     """
     part = slice(first, last)
     if vma.hugetlb:
