@@ -14,10 +14,12 @@ FIXED = MAP_SHARED | MAP_FIXED
 PER_BATCH = 512
 
 
-# ---- buffers: what a mapping may find behind its addresses ---------------------------------------------------------------------
+# ---- buffers: what a mapping may find behind its addresses -----------------------------------------------------------
 # Each returns (address, pages); a machine is built anew for every generation, and is the same each time.
 def cow_hole(mm):
-    """F0P0 F0P1 F0P2 F1P0 F0P4 ...: one page of a THP replaced, as copy-on-write does; skipping to the end of F0 maps F0P3."""
+    """F0P0 F0P1 F0P2 F1P0 F0P4 ...: one page of a THP replaced, as copy-on-write does; skipping to the end of F0
+    maps F0P3.
+    """
     addr, other = mapped(mm, HUGE, thp=True), mapped(mm, PAGE)
     head = mm.page_at(addr).pfn
     spare = mm.mmap(PAGE)
@@ -69,7 +71,9 @@ def backwards(mm, nr=40):
 
 
 def raw_and_anon(mm):
-    """Device memory without struct pages and anonymous memory in turns: what is left of a look-up is not a batch entry."""
+    """Device memory without struct pages and anonymous memory in turns: what is left of a look-up is not a batch
+    entry.
+    """
     addr = mapped(mm, 24 * PAGE)
     for at in (2, 8, 9, 20):
         mm.mmap(PAGE if at != 20 else 4 * PAGE, PROT_READ | PROT_WRITE, FIXED, File(mm.mem, "16K", "iomem"), 0, addr + at * PAGE)
@@ -235,7 +239,7 @@ def test_a_folio_of_1_gib():
         over(c, mm)
 
 
-# ---- dirty ----------------------------------------------------------------------------------------------------------------------
+# ---- dirty -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("release", RELEASES)
 def test_corner_c10_pages_are_dirtied_when_they_are_unpinned_if_they_may_be_written(release):
     mem, mm = machine()
@@ -262,7 +266,7 @@ def test_corner_c10_pages_are_dirtied_when_they_are_unpinned_if_they_may_be_writ
     over(c, mm)
 
 
-# ---- limits -----------------------------------------------------------------------------------------------------------------------
+# ---- limits ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", GENERATIONS, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("nr, breaks", [(8, ()), (600, ()), (1100, (600,)), (1100, (511, 512, 513))])
 def test_the_limit_exactly_and_a_page_less(options, nr, breaks):
@@ -312,7 +316,7 @@ def test_raw_pfns_are_not_charged(acquire):
     over(c, mm)
 
 
-# ---- failures -----------------------------------------------------------------------------------------------------------------------
+# ---- failures --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", GENERATIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_any_leaf_that_cannot_be_mapped_unwinds_everything(options):
     """Three chunks in three domains; the first that works is the tenth: 3 * 3 leaves."""
@@ -393,7 +397,7 @@ def test_raw_pfns_with_pages_are_refused(acquire):
     over(c, mm)
 
 
-# ---- unmapping ------------------------------------------------------------------------------------------------------------------------
+# ---- unmapping -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", GENERATIONS[:6], ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("site", ["iommu_unmap", "alloc"])
 @pytest.mark.parametrize("nth", [1, 2, 511, 512, 513, 514, 600])
@@ -474,7 +478,7 @@ def test_a_close_that_meets_lost_pins_is_finished_all_the_same():
     mem.check()
 
 
-# ---- corners --------------------------------------------------------------------------------------------------------------------------
+# ---- corners ---------------------------------------------------------------------------------------------------------
 def test_corner_c1_pfn_0_is_no_page():
     mem, mm = machine()
     assert PageFlags.reserved & int(mem.pages["flags"][0])
@@ -509,7 +513,9 @@ def test_corner_c6_disable_hugepages_counts_from_the_next_mapping_on():
 
 @pytest.mark.parametrize("acquire", ACQUIRES)
 def test_corner_c7_the_mappers_own_limit_is_the_last_word(acquire):
-    """Attach by a caller whose limit is larger than that of who mapped: the look beforehand passes, the charge does not."""
+    """Attach by a caller whose limit is larger than that of who mapped: the look beforehand passes, the charge does
+    not.
+    """
     mem = Memory("64M", debug=True)
     poor, rich = MM(mem, rlimit_memlock=4 * PAGE), MM(mem, rlimit_memlock="1M")
     c = VFIOContainer(mem, acquire=acquire)
