@@ -225,6 +225,30 @@ def test_no_memory_for_a_batch_means_a_page_at_a_time(acquire):
     over(c, mm)
 
 
+@pytest.mark.parametrize("page_size", ["16K", "64K"])
+@pytest.mark.parametrize("options", GENERATIONS[::4], ids=lambda o: "-".join(map(str, o.values())))
+def test_larger_pages(page_size, options):
+    """A batch has as many entries as a page has pointers."""
+    mem = Memory("256M", page_size=page_size, debug=True)
+    mm, size, nr = MM(mem), mem.page_size, 600
+    addr, other = mm.mmap(nr * size), mm.mmap(nr * size)
+    for i in range(nr):
+        mm.touch(addr + i * size, size)
+        if i % 3 == 0:
+            mm.touch(other + i * size, size)
+    c = container(mem, 2, **options)
+    c.map_dma(mm, addr, 0, nr * size)
+    c.register_device(lambda iova, length: c.unpin_pages(iova, nr))
+    most = min(nr, size // 8)
+    assert list(c.pin_pages(0, most, IOMMU_WRITE).pfns) == [mm.page_at(addr + i * size).pfn for i in range(most)]
+    for domain in c.domains:
+        assert [domain.iova_to_phys(i * size) // size for i in range(nr)] == [mm.page_at(addr + i * size).pfn for i in range(nr)]
+    assert mm.locked_vm == nr and pins(mem) == nr + most
+    refused(c, errno.EINVAL, lambda: c.map_dma(mm, addr, nr * size, PAGE), mm, match="multiples of")
+    assert c.unmap_dma(0, nr * size) == nr * size
+    over(c, mm)
+
+
 def test_a_folio_of_1_gib():
     """262144 pages in one chunk: folios may cross what sparse memory calls a section."""
     mem = Memory("2G", hugetlb={"1G": 1})
