@@ -263,6 +263,22 @@ def test_a_folio_of_1_gib():
         over(c, mm)
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_pages_of_a_process_that_is_gone_are_freed_by_the_unmap(release):
+    """THPs, base pages, and hugetlb pages, which go back to their pool."""
+    mem, mm = machine()
+    c, free = container(mem, release=release), mem.vmstat()["nr_free_pages"]
+    for i, addr in enumerate((mapped(mm, HUGE, thp=True), mapped(mm, 40 * PAGE),
+                              mapped(mm, 2 * HUGE, flags=MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB))):
+        c.map_dma(mm, addr, i << 30, (HUGE, 40 * PAGE, 2 * HUGE)[i])
+    mm.exit()
+    assert mem.hugetlb_pools()[HUGE] == (4, 2) and mem.vmstat()["nr_free_pages"] < free - 512
+    assert c.unmap_dma(0, 0, ALL) == 3 * HUGE + 40 * PAGE
+    # The first process's top table is free as well.
+    assert mem.hugetlb_pools()[HUGE] == (4, 4) and mem.vmstat()["nr_free_pages"] >= free
+    over(c)
+
+
 # ---- dirty -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("release", RELEASES)
 def test_corner_c10_pages_are_dirtied_when_they_are_unpinned_if_they_may_be_written(release):
