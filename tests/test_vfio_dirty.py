@@ -26,7 +26,7 @@ def emulated(nr=8, iova=0, **limits):
     return mem, mm, c, addr
 
 
-# ---- start and stop -----------------------------------------------------------------------------------------------------------------
+# ---- start and stop --------------------------------------------------------------------------------------------------
 def test_start_and_stop_are_idempotent():
     mem, mm, c, addr = emulated()
     refused(c, EINVAL, lambda: c.dirty_pages_get_bitmap(0, 8 * PAGE, PAGE), mm, match="tracking is off")
@@ -79,7 +79,7 @@ def test_a_mapping_that_is_too_large_for_a_bitmap(attached):
     over(c, mm)
 
 
-# ---- what sets bits -------------------------------------------------------------------------------------------------------------------
+# ---- what sets bits --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("at, n, dirty", [(4095, 2, [0, 1]), (4095, 1, [0]), (4096, 1, [1]), (0, 4096, [0]), (0, 4097, [0, 1]),
                                           (100, 3 * 4096, [0, 1, 2, 3]), (7 * 4096 + 4095, 1, [7])])
 def test_writes_dirty_the_first_to_the_last_page(at, n, dirty):
@@ -131,7 +131,7 @@ def test_detach_of_the_last_group_fills_the_bitmaps():
     over(c, mm)
 
 
-# ---- where bits land ----------------------------------------------------------------------------------------------------------------
+# ---- where bits land -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("first", [0, 1, 63, 64, 65, 100])
 def test_bits_of_a_mapping_are_shifted_to_its_place(first):
     mem, mm, c, addr = emulated(nr=130, iova=first * PAGE)
@@ -159,7 +159,7 @@ def test_the_callers_bits_before_a_mapping_are_kept():
     over(c, mm)
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 def test_get_bitmap_checks():
     mem, mm, c, addr = emulated()
     c.map_dma(mm, addr, HUGE, 8 * PAGE)
@@ -194,7 +194,7 @@ def test_verify_bitmap_size(npages, size, fits):
             vfio_dirty.verify_bitmap_size(npages, size, "call")
 
 
-# ---- unmap with a bitmap ----------------------------------------------------------------------------------------------------------------
+# ---- unmap with a bitmap ---------------------------------------------------------------------------------------------
 def test_unmap_tells_the_last_bits_of_a_mapping():
     mem, mm, c, addr = emulated(nr=4)
     c.map_dma(mm, addr, 4 * PAGE, 4 * PAGE)

@@ -37,7 +37,7 @@ def state_of(mem, mm, addr):
     return (page.refcount >> 10, pins(mem), mm.locked_vm)
 
 
-# ---- the table of 1.13 ------------------------------------------------------------------------------------------------------------
+# ---- the table of 1.13 -----------------------------------------------------------------------------------------------
 def test_the_accounting_table(emulated):
     mem, mm, c, addr = emulated
     iova, domain = 0x100000, IOMMUDomain(mem)
@@ -108,7 +108,7 @@ def test_corner_c2_pins_in_a_chunk_that_ends_at_the_top(nr):
     over(c, mm)
 
 
-# ---- what pin_pages refuses ---------------------------------------------------------------------------------------------------------
+# ---- what pin_pages refuses ------------------------------------------------------------------------------------------
 def test_pin_pages_checks(emulated):
     mem, mm, c, addr = emulated
     refused(c, EINVAL, lambda: c.pin_pages(0x100000, 0, IOMMU_READ), mm)
@@ -244,7 +244,7 @@ def test_corner_c15_attach_unwinds_all_that_it_replayed(acquire, remember):
     over(c, mm)
 
 
-# ---- notices of unmapping -----------------------------------------------------------------------------------------------------------
+# ---- notices of unmapping --------------------------------------------------------------------------------------------
 def test_a_driver_is_told_before_its_pages_go(emulated):
     mem, mm, c, addr = emulated
     told = []
@@ -312,7 +312,7 @@ def test_a_process_that_is_gone():
     mem.check()
 
 
-# ---- dma_rw ---------------------------------------------------------------------------------------------------------------------------
+# ---- dma_rw ----------------------------------------------------------------------------------------------------------
 def test_dma_rw_moves_real_bytes(emulated):
     mem, mm, c, addr = emulated
     other = mapped(mm, PAGE)
@@ -344,7 +344,7 @@ def test_dma_rw_moves_real_bytes(emulated):
         c.dma_rw(end, 5, True)
 
 
-# ---- attach and detach ----------------------------------------------------------------------------------------------------------------
+# ---- attach and detach -----------------------------------------------------------------------------------------------
 def test_attach_checks():
     mem, mm = machine()
     c, other = container(mem), container(mem)
@@ -419,7 +419,7 @@ def test_a_container_that_is_dropped_gives_everything_back():
     mem.check()
 
 
-# ---- who holds what ---------------------------------------------------------------------------------------------------------------------
+# ---- who holds what --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", GENERATIONS[::3], ids=lambda o: "-".join(map(str, o.values())))
 def test_the_ledger_sees_pins_of_mappings_and_of_drivers(options):
     mem, mm = machine()

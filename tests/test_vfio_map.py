@@ -21,7 +21,7 @@ def two():
     over(c, mm)
 
 
-# ---- MAP_DMA: the order of checks ------------------------------------------------------------------------------------------
+# ---- MAP_DMA: the order of checks ------------------------------------------------------------------------------------
 # Each row spoils one thing of a good call; its errno; the first of two spoilt things must be the one that is told.
 SPOIL = [
     ("flags", EINVAL, dict(flags=RW | 8)),
@@ -152,7 +152,7 @@ def test_a_closed_container_and_a_closed_memory(two):
             call()
 
 
-# ---- windows ----------------------------------------------------------------------------------------------------------------
+# ---- windows ---------------------------------------------------------------------------------------------------------
 def test_a_range_over_two_windows_that_touch_is_refused(two):
     mem, mm, _, addr = two
     c = VFIOContainer(mem)
@@ -178,7 +178,7 @@ def test_wrong_windows(wrong):
         IOMMUDomain(mem, **wrong)
 
 
-# ---- UNMAP_DMA: the matrix of v1 and v2 ----------------------------------------------------------------------------------------
+# ---- UNMAP_DMA: the matrix of v1 and v2 ------------------------------------------------------------------------------
 # mappings: A [0,4) B [4,6) . . C [8,9), in pages. Request (start, pages): what v1 removes; what v2 does (None: EINVAL).
 #
 #     0   1   2   3   4   5   6   7   8   9
@@ -247,7 +247,7 @@ def test_all_on_an_empty_container_is_no_error(two):
     assert two[2].unmap_dma(0, 0, ALL) == 0 and two[2].unmap_dma(0, PAGE) == 0
 
 
-# ---- the top ------------------------------------------------------------------------------------------------------------------
+# ---- the top ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", GENERATIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_corner_c12_the_last_page(options):
     mem, mm = machine()
@@ -274,7 +274,7 @@ def test_corner_c11_v1_touches_nothing_after_a_mapping_that_starts_before():
     over(c, mm)
 
 
-# ---- slots --------------------------------------------------------------------------------------------------------------------
+# ---- slots -----------------------------------------------------------------------------------------------------------
 def test_a_failed_map_gives_its_slot_back(two):
     mem, mm, _, addr = two
     c = container(mem, dma_entry_limit=2)
@@ -293,7 +293,7 @@ def test_a_failed_map_gives_its_slot_back(two):
     over(none, mm)
 
 
-# ---- addresses that are invalidated ---------------------------------------------------------------------------------------------
+# ---- addresses that are invalidated ----------------------------------------------------------------------------------
 def test_vaddr_invalidate_and_update(two):
     mem, mm, c, addr = two
     c.map_dma(mm, addr, 0, 4 * PAGE)

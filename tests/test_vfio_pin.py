@@ -14,10 +14,12 @@ FIXED = MAP_SHARED | MAP_FIXED
 PER_BATCH = 512
 
 
-# ---- buffers: what a mapping may find behind its addresses ---------------------------------------------------------------------
+# ---- buffers: what a mapping may find behind its addresses -----------------------------------------------------------
 # Each returns (address, pages); a machine is built anew for every generation, and is the same each time.
 def cow_hole(mm):
-    """F0P0 F0P1 F0P2 F1P0 F0P4 ...: one page of a THP replaced, as copy-on-write does; skipping to the end of F0 maps F0P3."""
+    """F0P0 F0P1 F0P2 F1P0 F0P4 ...: one page of a THP replaced, as copy-on-write does; skipping to the end of F0
+    maps F0P3.
+    """
     addr, other = mapped(mm, HUGE, thp=True), mapped(mm, PAGE)
     head = mm.page_at(addr).pfn
     spare = mm.mmap(PAGE)
@@ -69,7 +71,9 @@ def backwards(mm, nr=40):
 
 
 def raw_and_anon(mm):
-    """Device memory without struct pages and anonymous memory in turns: what is left of a look-up is not a batch entry."""
+    """Device memory without struct pages and anonymous memory in turns: what is left of a look-up is not a batch
+    entry.
+    """
     addr = mapped(mm, 24 * PAGE)
     for at in (2, 8, 9, 20):
         mm.mmap(PAGE if at != 20 else 4 * PAGE, PROT_READ | PROT_WRITE, FIXED, File(mm.mem, "16K", "iomem"), 0, addr + at * PAGE)
@@ -221,6 +225,30 @@ def test_no_memory_for_a_batch_means_a_page_at_a_time(acquire):
     over(c, mm)
 
 
+@pytest.mark.parametrize("page_size", ["16K", "64K"])
+@pytest.mark.parametrize("options", GENERATIONS[::4], ids=lambda o: "-".join(map(str, o.values())))
+def test_larger_pages(page_size, options):
+    """A batch has as many entries as a page has pointers."""
+    mem = Memory("256M", page_size=page_size, debug=True)
+    mm, size, nr = MM(mem), mem.page_size, 600
+    addr, other = mm.mmap(nr * size), mm.mmap(nr * size)
+    for i in range(nr):
+        mm.touch(addr + i * size, size)
+        if i % 3 == 0:
+            mm.touch(other + i * size, size)
+    c = container(mem, 2, **options)
+    c.map_dma(mm, addr, 0, nr * size)
+    c.register_device(lambda iova, length: c.unpin_pages(iova, nr))
+    most = min(nr, size // 8)
+    assert list(c.pin_pages(0, most, IOMMU_WRITE).pfns) == [mm.page_at(addr + i * size).pfn for i in range(most)]
+    for domain in c.domains:
+        assert [domain.iova_to_phys(i * size) // size for i in range(nr)] == [mm.page_at(addr + i * size).pfn for i in range(nr)]
+    assert mm.locked_vm == nr and pins(mem) == nr + most
+    refused(c, errno.EINVAL, lambda: c.map_dma(mm, addr, nr * size, PAGE), mm, match="multiples of")
+    assert c.unmap_dma(0, nr * size) == nr * size
+    over(c, mm)
+
+
 def test_a_folio_of_1_gib():
     """262144 pages in one chunk: folios may cross what sparse memory calls a section."""
     mem = Memory("2G", hugetlb={"1G": 1})
@@ -235,7 +263,23 @@ def test_a_folio_of_1_gib():
         over(c, mm)
 
 
-# ---- dirty ----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("release", RELEASES)
+def test_pages_of_a_process_that_is_gone_are_freed_by_the_unmap(release):
+    """THPs, base pages, and hugetlb pages, which go back to their pool."""
+    mem, mm = machine()
+    c, free = container(mem, release=release), mem.vmstat()["nr_free_pages"]
+    for i, addr in enumerate((mapped(mm, HUGE, thp=True), mapped(mm, 40 * PAGE),
+                              mapped(mm, 2 * HUGE, flags=MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB))):
+        c.map_dma(mm, addr, i << 30, (HUGE, 40 * PAGE, 2 * HUGE)[i])
+    mm.exit()
+    assert mem.hugetlb_pools()[HUGE] == (4, 2) and mem.vmstat()["nr_free_pages"] < free - 512
+    assert c.unmap_dma(0, 0, ALL) == 3 * HUGE + 40 * PAGE
+    # The first process's top table is free as well.
+    assert mem.hugetlb_pools()[HUGE] == (4, 4) and mem.vmstat()["nr_free_pages"] >= free
+    over(c)
+
+
+# ---- dirty -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("release", RELEASES)
 def test_corner_c10_pages_are_dirtied_when_they_are_unpinned_if_they_may_be_written(release):
     mem, mm = machine()
@@ -262,7 +306,7 @@ def test_corner_c10_pages_are_dirtied_when_they_are_unpinned_if_they_may_be_writ
     over(c, mm)
 
 
-# ---- limits -----------------------------------------------------------------------------------------------------------------------
+# ---- limits ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", GENERATIONS, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("nr, breaks", [(8, ()), (600, ()), (1100, (600,)), (1100, (511, 512, 513))])
 def test_the_limit_exactly_and_a_page_less(options, nr, breaks):
@@ -312,7 +356,7 @@ def test_raw_pfns_are_not_charged(acquire):
     over(c, mm)
 
 
-# ---- failures -----------------------------------------------------------------------------------------------------------------------
+# ---- failures --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", GENERATIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_any_leaf_that_cannot_be_mapped_unwinds_everything(options):
     """Three chunks in three domains; the first that works is the tenth: 3 * 3 leaves."""
@@ -393,7 +437,7 @@ def test_raw_pfns_with_pages_are_refused(acquire):
     over(c, mm)
 
 
-# ---- unmapping ------------------------------------------------------------------------------------------------------------------------
+# ---- unmapping -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", GENERATIONS[:6], ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("site", ["iommu_unmap", "alloc"])
 @pytest.mark.parametrize("nth", [1, 2, 511, 512, 513, 514, 600])
@@ -474,7 +518,7 @@ def test_a_close_that_meets_lost_pins_is_finished_all_the_same():
     mem.check()
 
 
-# ---- corners --------------------------------------------------------------------------------------------------------------------------
+# ---- corners ---------------------------------------------------------------------------------------------------------
 def test_corner_c1_pfn_0_is_no_page():
     mem, mm = machine()
     assert PageFlags.reserved & int(mem.pages["flags"][0])
@@ -509,7 +553,9 @@ def test_corner_c6_disable_hugepages_counts_from_the_next_mapping_on():
 
 @pytest.mark.parametrize("acquire", ACQUIRES)
 def test_corner_c7_the_mappers_own_limit_is_the_last_word(acquire):
-    """Attach by a caller whose limit is larger than that of who mapped: the look beforehand passes, the charge does not."""
+    """Attach by a caller whose limit is larger than that of who mapped: the look beforehand passes, the charge does
+    not.
+    """
     mem = Memory("64M", debug=True)
     poor, rich = MM(mem, rlimit_memlock=4 * PAGE), MM(mem, rlimit_memlock="1M")
     c = VFIOContainer(mem, acquire=acquire)

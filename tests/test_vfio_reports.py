@@ -23,7 +23,7 @@ def two_runs(mm, nr=8):
     return addr
 
 
-# ---- iommufd: what of it type1 has as well -----------------------------------------------------------------------------------------
+# ---- iommufd: what of it type1 has as well ---------------------------------------------------------------------------
 def test_iommufd_align_overflow():
     # A hole below the top, and 1 GiB aligned to 1 GiB: aligning up wraps to 0 in 64 bits.
     mem, mm = machine()
@@ -66,7 +66,7 @@ def test_iommufd_uptr_overflow(domains):
     over(c, mm)
 
 
-# ---- type1 -----------------------------------------------------------------------------------------------------------------------------
+# ---- type1 -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", GENERATIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_vfio_contiguous_not_hugepage(options):
     mem, mm = machine()
@@ -198,7 +198,7 @@ def test_vfio_zero_page_leak(options):
     over(c, mm)
 
 
-# ---- accounting ------------------------------------------------------------------------------------------------------------------------
+# ---- accounting ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", GENERATIONS[::4], ids=lambda o: "-".join(map(str, o.values())))
 def test_acct_vfio_exec_underflow(options):
     mem = Memory("64M", debug=True)

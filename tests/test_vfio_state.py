@@ -55,7 +55,7 @@ class Both(RuleBasedStateMachine):
         assert got == expected
         return got
 
-    # ---- calls ------------------------------------------------------------------------------------------------------------
+    # ---- calls -------------------------------------------------------------------------------------------------------
     @rule(side=st.integers(0, 1), page=st.integers(-1, PAGES - 1), iova=IOVAS, size=st.one_of(SIZES, SIZES, st.just(0)), odd=ODD,
           flags=st.sampled_from([3, 3, 3, 1, 2, 0, 7]))
     def map(self, side, page, iova, size, odd, flags):
@@ -153,7 +153,7 @@ class Both(RuleBasedStateMachine):
             return np.flatnonzero(np.unpackbits(bitmap, bitorder="little")).tolist()
         self.both(ours, lambda: self.p.bitmap(iova, size))
 
-    # ---- laws ---------------------------------------------------------------------------------------------------------------
+    # ---- laws --------------------------------------------------------------------------------------------------------
     @invariant()
     def laws(self):
         c, p = self.c, self.p

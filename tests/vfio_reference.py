@@ -73,7 +73,7 @@ class Container:
         self.maps, self.domains, self.tracking = [], 0, False
         self.devices = 0        # emulated ones
 
-    # ---- asking -------------------------------------------------------------------------------------------------------------
+    # ---- asking ------------------------------------------------------------------------------------------------------
     def at(self, iova):
         return next((m for m in self.maps if m.iova <= iova <= m.last), None)
 
@@ -93,7 +93,7 @@ class Container:
         m = self.at(iova)
         return m.pages[(iova - m.iova) // PAGE] if m and m.mapped else None
 
-    # ---- mapping ------------------------------------------------------------------------------------------------------------
+    # ---- mapping -----------------------------------------------------------------------------------------------------
     def map(self, process, vaddr, iova, size, flags):
         if size == 0:
             raise Refused(E.EINVAL)
@@ -172,7 +172,7 @@ class Container:
         m.process.locked -= n
         m.charged -= n
 
-    # ---- domains ------------------------------------------------------------------------------------------------------------
+    # ---- domains -----------------------------------------------------------------------------------------------------
     def attach(self):
         if self.invalid:
             raise Refused(E.EBUSY)
@@ -204,7 +204,7 @@ class Container:
             for m in self.maps:
                 m.dirty = set(range(m.size // PAGE))
 
-    # ---- drivers ------------------------------------------------------------------------------------------------------------
+    # ---- drivers -----------------------------------------------------------------------------------------------------
     def pin(self, iova, npage, prot):
         if npage < 1:
             raise Refused(E.EINVAL)
@@ -259,7 +259,7 @@ class Container:
                     if not self.domains:
                         self.take_back(m, 1)
 
-    # ---- dirty --------------------------------------------------------------------------------------------------------------
+    # ---- dirty -------------------------------------------------------------------------------------------------------
     def track(self, on):
         if not self.v2:
             raise Refused(E.EACCES)

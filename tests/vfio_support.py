@@ -83,8 +83,8 @@ def _alive(mm):
 def same(c, *mms, exactly=True):
     """What happens inside leaves the container, the charges, and (exactly) every struct page as they were.
 
-    exactly="touched": but for marks of an access, which a pin that is given back leaves. False: faults may have been taken
-    and pages been moved; pins are as before all the same.
+    exactly="touched": but for marks of an access, which a pin that is given back leaves. False: faults may have been
+    taken and pages been moved; pins are as before all the same.
     """
     ignore = (PageFlags.dirty, PageFlags.referenced) if exactly == "touched" else ()
 

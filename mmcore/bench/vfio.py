@@ -1,4 +1,5 @@
-"""VFIO mapping: generations of pinning and releasing against each other, and the unit test vfio-pci-mem-dma-map in the engine.
+"""VFIO mapping: generations of pinning and releasing against each other, and the unit test vfio-pci-mem-dma-map in the
+engine.
 
 `mmcore vfio-dma-map` and benchmarks/bench_vfio.py both run what is here.
 """
@@ -24,8 +25,8 @@ BACKINGS = ("MADV_HUGEPAGE", "MAP_POPULATE", "HUGETLBFS")
 GENERATIONS = (("page", "page", False), ("batch", "page", False), ("batch", "folio", False), ("batch", "range", False),
                ("batch", "range", True), ("sink", "range", True))
 BASE = "page + page"
-#: Seconds (MAP, UNMAP) for 16 GiB before and after, by backing and generation: the unit test on Linux 6.15 with the patches of 17
-#: June 2025, and on 6.16 with the series of 14 August, which was merged.
+#: Seconds (MAP, UNMAP) for 16 GiB before and after, by backing and generation: the unit test on Linux 6.15 with the
+#: patches of 17 June 2025, and on 6.16 with the series of 14 August, which was merged.
 PUBLISHED = {
     "MADV_HUGEPAGE": {"page + page": ((.047, .138), (.047, .138)), "batch + folio": ((.047, .138), (.028, .049)),
                       "batch + range": ((.049, .141), (.025, .044))},
@@ -81,7 +82,8 @@ class Setting:
             self.addr = self.mm.mmap(self.size, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS)
             self.mm.madvise(self.addr, self.size, mmc.MADV_HUGEPAGE)
         elif self.backing == "MAP_POPULATE":
-            self.addr = self.mm.mmap(self.size, flags=mmc.MAP_SHARED | mmc.MAP_ANONYMOUS | (0 if self.shuffled else mmc.MAP_POPULATE))
+            populate = 0 if self.shuffled else mmc.MAP_POPULATE
+            self.addr = self.mm.mmap(self.size, flags=mmc.MAP_SHARED | mmc.MAP_ANONYMOUS | populate)
         else:
             self.addr = self.mm.mmap(self.size, flags=mmc.MAP_SHARED, file=self.file)
 
@@ -133,15 +135,17 @@ def run_loops(size, backing, acquire, release, remember, loops, clock=time.perf_
                 say(f"{words} {times[key][-1]:.3f}s")
         setting.mem.check()
         walks = setting.domain.stats["iova_to_phys"] // loops
-        return {"backing": backing, "size": size, "page_size": setting.page, "acquire": acquire, "release": release, "remember_runs": remember,
-                "loops": loops, "iova_to_phys": walks, "seconds": times,
+        return {"backing": backing, "size": size, "page_size": setting.page, "acquire": acquire, "release": release,
+                "remember_runs": remember, "loops": loops, "iova_to_phys": walks, "seconds": times,
                 "average": {key: sum(values) / loops for key, values in times.items()}}
     finally:
         setting.close()
 
 
 def compare(size, backing, loops, clock=time.thread_time_ns):
-    """Run all generations interleaved on one buffer; returns plain data: ns, medians of the loops, and ratios to the oldest."""
+    """Run all generations interleaved on one buffer; returns plain data: ns, medians of the loops, and ratios to the
+    oldest.
+    """
     setting = Setting(size, backing)
     try:
         setting.mmap()
@@ -157,7 +161,8 @@ def compare(size, backing, loops, clock=time.thread_time_ns):
                 setting.map(acquire, remember)
                 between = clock()
                 setting.unmap(release)
-                for row, took in zip(times[generation_name(acquire, release, remember)], (between - start, clock() - between)):
+                both = between - start, clock() - between
+                for row, took in zip(times[generation_name(acquire, release, remember)], both):
                     row.append(took)
         rows = []
         for name in names:
@@ -174,7 +179,7 @@ def compare(size, backing, loops, clock=time.thread_time_ns):
         setting.close()
 
 
-# ---- the cases of bench_vfio.py -----------------------------------------------------------------------------------------------
+# ---- the cases of bench_vfio.py --------------------------------------------------------------------------------------
 @dataclass
 class Within(Bar):
     """Demand a time in ms, all of it."""
@@ -184,8 +189,8 @@ class Within(Bar):
     def judge(self, samples):
         """Compare the median of the variant's own times."""
         value, spread = median_mad([sample / 1e6 for sample in samples.get(self.variant, [])])
-        return {"against": self.against, "ratio": value, "spread": spread, "bar": self.text(), "met": None if value is None else value <= self.ms,
-                "note": self.note}
+        return {"against": self.against, "ratio": value, "spread": spread, "bar": self.text(),
+                "met": None if value is None else value <= self.ms, "note": self.note}
 
     def text(self):
         """Return the bar as words."""
@@ -225,12 +230,14 @@ class Work:
 
     def maps(self):
         """Return the variants of MAP."""
-        rows = (("page", "page", False), ("batch", "batch", False), ("sink", "sink", False), ("sink, runs kept", "sink", True))
+        rows = (("page", "page", False), ("batch", "batch", False), ("sink", "sink", False),
+                ("sink, runs kept", "sink", True))
         return [Variant(name, partial(self.map, acquire, remember), self.unmapped) for name, acquire, remember in rows]
 
     def unmaps(self):
         """Return the variants of UNMAP."""
-        return [Variant(release + (", asking" if not remember else ""), partial(self.unmap, release), partial(self.with_runs, remember))
+        return [Variant(release + ("" if remember else ", asking"), partial(self.unmap, release),
+                        partial(self.with_runs, remember))
                 for remember in (True, False) for release in ("page", "folio", "range")]
 
     def close(self):
@@ -248,14 +255,17 @@ def large_folios(setup, backing):
     work = Work(setup.size, backing)
     try:
         maps, unmaps = work.maps(), work.unmaps()
-        bars = [Bar("batch", "page", at_least=1.7, note=_published(backing, "batch + range", 0)), Bar("sink", "page", at_least=10),
+        bars = [Bar("batch", "page", at_least=1.7, note=_published(backing, "batch + range", 0)),
+                Bar("sink", "page", at_least=10),
                 Bar("sink, runs kept", "page", at_least=10)]
         rows = rows_of(f"{backing}, MAP", maps, setup.size // PAGE, interleave(maps, setup.rounds, setup.sweep), bars)
-        bars = [Bar("range", "page", at_least=3), Bar("range", "page, asking", at_least=10), Bar("folio", "range", at_most=1.15),
+        bars = [Bar("range", "page", at_least=3), Bar("range", "page, asking", at_least=10),
+                Bar("folio", "range", at_most=1.15),
                 Bar("folio, asking", "page, asking", note=_published(backing, "batch + folio", 1)),
                 Bar("range, asking", "page, asking", note=_published(backing, "batch + range", 1)),
                 Bar("range", "range, asking", note="what remembered runs spare")]
-        return rows + rows_of(f"{backing}, UNMAP", unmaps, setup.size // PAGE, interleave(unmaps, setup.rounds, setup.sweep), bars)
+        return rows + rows_of(f"{backing}, UNMAP", unmaps, setup.size // PAGE,
+                              interleave(unmaps, setup.rounds, setup.sweep), bars)
     finally:
         work.close()
 
@@ -267,13 +277,14 @@ def base_pages(setup, shuffled=False):
     work = Work(size, backing, shuffled=shuffled)
     try:
         maps, unmaps = work.maps(), work.unmaps()
-        bars = [Bar(variant.name, "page", at_most=1.1, note=_published(backing, "batch + range", 0) if variant.name == "batch" else "")
-                for variant in maps[1:]]
+        notes = {"batch": _published(backing, "batch + range", 0)}
+        bars = [Bar(variant.name, "page", at_most=1.1, note=notes.get(variant.name, "")) for variant in maps[1:]]
         rows = rows_of(f"{case}, MAP", maps, size // PAGE, interleave(maps, setup.rounds, setup.sweep), bars)
         bars = [Bar(f"{release}{how}", f"page{how}", at_most=1.1,
                     note=_published(backing, "batch + range", 1) if (release, how) == ("range", ", asking") else "")
                 for how in ("", ", asking") for release in ("folio", "range")]
-        return rows + rows_of(f"{case}, UNMAP", unmaps, size // PAGE, interleave(unmaps, setup.rounds, setup.sweep), bars)
+        return rows + rows_of(f"{case}, UNMAP", unmaps, size // PAGE,
+                              interleave(unmaps, setup.rounds, setup.sweep), bars)
     finally:
         work.close()
 
@@ -287,7 +298,8 @@ def gigantic(setup):
     try:
         work = Work(setup.gigantic, "HUGETLBFS", gigantic=True)
     except (NotPossible, MemoryError) as reason:
-        return rows_of(case, [Variant(what, None, missing=str(reason)) for what in ("MAP", "UNMAP")], setup.gigantic // PAGE, {}, bars)
+        variants = [Variant(what, None, missing=str(reason)) for what in ("MAP", "UNMAP")]
+        return rows_of(case, variants, setup.gigantic // PAGE, {}, bars)
     try:
         variants = [Variant("MAP", partial(work.map, "sink", True), work.unmapped),
                     Variant("UNMAP", partial(work.unmap, "range"), partial(work.with_runs, True))]

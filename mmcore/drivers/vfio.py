@@ -10,8 +10,8 @@
     vfio_window     which IOVAs may be mapped
     vfio_uapi       names and numbers
 
-Locks: one a container (the kernel's iommu->lock), outermost: mmap_lock, folio locks and all below come after it. It is not
-held while a device is told of an unmapping.
+Locks: one a container (the kernel's iommu->lock), outermost: mmap_lock, folio locks and all below come after it. It is
+not held while a device is told of an unmapping.
 """
 import errno
 import threading
@@ -50,17 +50,18 @@ class _Attached:
 class VFIOContainer(ExternalPins, DirtyPages):
     """Model a VFIO container with a type1 IOMMU: VFIOContainer(mem, iommu_type=VFIO_TYPE1v2_IOMMU, *, ...).
 
-    dma_entry_limit: mappings at most; disable_hugepages: a page a pin call; acquire: "sink", "batch" or "page"; release:
-    "range", "folio" or "page"; remember_runs: keep the physical runs of each mapping, instead of asking the IOMMU for every
-    page when it is unmapped; allow_unsafe_interrupts: attach() without isolated MSIs. Threads may share one. close(), or the
-    end of a with-statement, unmaps everything. Kernel: struct vfio_iommu.
+    dma_entry_limit: mappings at most; disable_hugepages: a page a pin call; acquire: "sink", "batch" or "page";
+    release: "range", "folio" or "page"; remember_runs: keep the physical runs of each mapping, instead of asking the
+    IOMMU for every page when it is unmapped; allow_unsafe_interrupts: attach() without isolated MSIs. Threads may share
+    one. close(), or the end of a with-statement, unmaps everything. Kernel: struct vfio_iommu.
     """
 
-    def __init__(self, mem, iommu_type=VFIO_TYPE1v2_IOMMU, *, dma_entry_limit=65535, disable_hugepages=False, acquire="sink",
-                 release="range", remember_runs=True, allow_unsafe_interrupts=False):
+    def __init__(self, mem, iommu_type=VFIO_TYPE1v2_IOMMU, *, dma_entry_limit=65535, disable_hugepages=False,
+                 acquire="sink", release="range", remember_runs=True, allow_unsafe_interrupts=False):
         if not isinstance(mem, Memory):
             raise TypeError(f"a Memory is wanted, not {mem!r}")
-        if iommu_type not in (VFIO_TYPE1_IOMMU, VFIO_TYPE1v2_IOMMU, VFIO_TYPE1_NESTING_IOMMU) or isinstance(iommu_type, bool):
+        known = (VFIO_TYPE1_IOMMU, VFIO_TYPE1v2_IOMMU, VFIO_TYPE1_NESTING_IOMMU)
+        if iommu_type not in known or isinstance(iommu_type, bool):
             raise InvalidArgument(f"iommu_type={iommu_type!r} is none of VFIO_TYPE1_IOMMU (1), VFIO_TYPE1v2_IOMMU (3)")
         self.mem, self.v2 = mem, iommu_type != VFIO_TYPE1_IOMMU
         self.disable_hugepages, self.remember_runs = bool(disable_hugepages), bool(remember_runs)
@@ -79,7 +80,7 @@ class VFIOContainer(ExternalPins, DirtyPages):
         self._windows = windows_of(())
         self._lock = threading.Lock()
 
-    # ---- looking ------------------------------------------------------------------------------------------------------
+    # ---- looking -----------------------------------------------------------------------------------------------------
     @property
     def domains(self):
         """List the attached domains; the first one is asked for physical addresses."""
@@ -129,7 +130,9 @@ class VFIOContainer(ExternalPins, DirtyPages):
         return int(extension in (VFIO_TYPE1_IOMMU, VFIO_TYPE1v2_IOMMU, VFIO_UNMAP_ALL, VFIO_DMA_CC_IOMMU))
 
     def iova_to_phys(self, iova):
-        """Return the physical address of an IOVA in the first domain; None when it is not mapped, or no domain is attached."""
+        """Return the physical address of an IOVA in the first domain; None when it is not mapped, or no domain is
+        attached.
+        """
         iova = word(iova, "iova")
         with self._lock:
             return self._attached[0].domain.iova_to_phys(iova) if self._attached else None
@@ -140,7 +143,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
         Nothing is set aside. Raises MMError(ENOSPC) when no window has room. (type1 leaves this to its users; iommufd's
         IOMMU_IOAS_MAP chooses.)
         """
-        size, align = word(parse_size(size), "size", 1), self.pgsize if align is None else word(parse_size(align), "align", 1)
+        size = word(parse_size(size), "size", 1)
+        align = self.pgsize if align is None else word(parse_size(align), "align", 1)
         self._aligned(size | align, f"size {size:#x} and align {align:#x}", "find_iova")
         with self._lock:
             iova = free_iova(self._windows, [(dma.iova, dma.last) for dma in self._tree], size, align)
@@ -150,14 +154,15 @@ class VFIOContainer(ExternalPins, DirtyPages):
                                         f"{self._spelled(self._windows)}")
         return iova
 
-    # ---- mapping --------------------------------------------------------------------------------------------------------
+    # ---- mapping -----------------------------------------------------------------------------------------------------
     def map_dma(self, mm, vaddr, iova, size, flags=VFIO_DMA_MAP_FLAG_READ | VFIO_DMA_MAP_FLAG_WRITE, *, acquire=None):
-        """Map [iova, iova + size) to the memory of a process from vaddr on: pinned and charged, when an IOMMU is attached.
+        """Map [iova, iova + size) to the memory of a process from vaddr on: pinned and charged, when an IOMMU is
+        attached.
 
-        mm: who calls. flags: VFIO_DMA_MAP_FLAG_READ, _WRITE; or _VADDR: a new address, and owner, for a mapping whose address
-        was invalidated. acquire: instead of the container's. Raises MMError: EINVAL (InvalidArgument), EOVERFLOW (a range
-        wraps), EEXIST (overlap), ENOSPC (no slot), ENOMEM (RLIMIT_MEMLOCK, memory), ENOENT (VADDR and nothing there), and what
-        pinning and mapping raise; nothing has changed then. Kernel: VFIO_IOMMU_MAP_DMA.
+        mm: who calls. flags: VFIO_DMA_MAP_FLAG_READ, _WRITE; or _VADDR: a new address, and owner, for a mapping whose
+        address was invalidated. acquire: instead of the container's. Raises MMError: EINVAL (InvalidArgument),
+        EOVERFLOW (a range wraps), EEXIST (overlap), ENOSPC (no slot), ENOMEM (RLIMIT_MEMLOCK, memory), ENOENT (VADDR
+        and nothing there), and what pinning and mapping raise; nothing has changed then. Kernel: VFIO_IOMMU_MAP_DMA.
         """
         call = "VFIO_IOMMU_MAP_DMA"
         self._mm(mm)
@@ -196,7 +201,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
             if dma.alloc_fails():
                 raise MMError(errno.ENOMEM, f"{call}: no memory for the mapping's record", addr=iova)
             if self._attached:
-                vfio_pin_map_dma(dma, self.domains, generation, self._release_gen(), self.disable_hugepages, self.remember_runs, call)
+                vfio_pin_map_dma(dma, self.domains, generation, self._release_gen(), self.disable_hugepages,
+                                 self.remember_runs, call)
             if self.dirty_page_tracking:
                 try:
                     vfio_dirty.alloc_bitmap(dma, call)
@@ -219,24 +225,25 @@ class VFIOContainer(ExternalPins, DirtyPages):
         dma.vaddr, dma.vaddr_invalid = vaddr, False
         self.vaddr_invalid_count -= 1
 
-    # ---- unmapping --------------------------------------------------------------------------------------------------------
+    # ---- unmapping ---------------------------------------------------------------------------------------------------
     def unmap_dma(self, iova, size, flags=0, *, bitmap=None, pgsize=None, release=None):
         """Unmap the mappings in [iova, iova + size), unpin and uncharge them; returns the bytes that were unmapped.
 
         flags: VFIO_DMA_UNMAP_FLAG_ALL (iova and size are 0), _VADDR (addresses become invalid; nothing is unmapped),
         _GET_DIRTY_BITMAP (into bitmap=, a writable buffer or (mm, addr, nbytes), a bit for each pgsize bytes). release:
         instead of the container's. v2 refuses (InvalidArgument) a range that cuts a mapping; v1 unmaps nothing when the
-        range starts inside one, and more than asked when it ends inside one. Nothing mapped there is no error: 0. Raises
-        MMError: EINVAL, EOVERFLOW (the range wraps), EBUSY (VADDR with an emulated device; a driver that keeps its pins),
-        EFAULT (bitmap; mappings before are gone). Kernel: VFIO_IOMMU_UNMAP_DMA.
+        range starts inside one, and more than asked when it ends inside one. Nothing mapped there is no error: 0.
+        Raises MMError: EINVAL, EOVERFLOW (the range wraps), EBUSY (VADDR with an emulated device; a driver that keeps
+        its pins), EFAULT (bitmap; mappings before are gone). Kernel: VFIO_IOMMU_UNMAP_DMA.
         """
         call = "VFIO_IOMMU_UNMAP_DMA"
         iova, size, flags = word(iova, "iova"), word(parse_size(size), "size"), word(flags, "flags", 0, 2**32 - 1)
         how = self._generation(RELEASES, "release", self.release if release is None else release)
-        everything, invalidate, dirty = (bool(flags & bit) for bit in (VFIO_DMA_UNMAP_FLAG_ALL, VFIO_DMA_UNMAP_FLAG_VADDR,
-                                                                       VFIO_DMA_UNMAP_FLAG_GET_DIRTY_BITMAP))
+        everything, invalidate = bool(flags & VFIO_DMA_UNMAP_FLAG_ALL), bool(flags & VFIO_DMA_UNMAP_FLAG_VADDR)
+        dirty = bool(flags & VFIO_DMA_UNMAP_FLAG_GET_DIRTY_BITMAP)
         if flags & ~7:
-            raise InvalidArgument(f"{call}: flags {flags:#x}: known are GET_DIRTY_BITMAP (1), ALL (2) and VADDR (4)", addr=iova)
+            raise InvalidArgument(f"{call}: flags {flags:#x}: known are GET_DIRTY_BITMAP (1), ALL (2) and VADDR (4)",
+                                  addr=iova)
         if dirty and (everything or invalidate):
             raise InvalidArgument(f"{call}: GET_DIRTY_BITMAP goes with neither ALL nor VADDR", addr=iova)
         bits = self._bitmap_arg(bitmap, pgsize, size, call) if dirty else None
@@ -250,7 +257,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
             self._aligned(iova, f"iova {iova:#x}", call)
             if everything:
                 if iova or size:
-                    raise InvalidArgument(f"{call}: ALL goes with iova 0 and size 0, not {iova:#x} and {size:#x}", addr=iova)
+                    raise InvalidArgument(f"{call}: ALL goes with iova 0 and size 0, not {iova:#x} and {size:#x}",
+                                          addr=iova)
                 last = _TOP - 1
             else:
                 if size == 0:
@@ -332,14 +340,14 @@ class VFIOContainer(ExternalPins, DirtyPages):
         if dma.iommu_mapped:
             vfio_unmap_unpin(dma, self.domains, how, True)
 
-    # ---- domains --------------------------------------------------------------------------------------------------------
+    # ---- domains -----------------------------------------------------------------------------------------------------
     def attach(self, domain, *, current=None, msi_isolated=True):
         """Attach an IOMMUDomain, as that of a group of devices: everything mapped so far is mapped there too.
 
-        Memory of mappings that no IOMMU had so far is pinned and charged now. current: the MM of who calls, whose limit is
-        looked at first (default: that of who mapped). Raises MMError: EBUSY (addresses are invalid), EINVAL (attached already;
-        mappings outside of its windows or in its reserved regions; no IOVA left), EPERM (MSIs not isolated), and what pinning
-        and mapping raise. All is as before then. Kernel: attach_group.
+        Memory of mappings that no IOMMU had so far is pinned and charged now. current: the MM of who calls, whose limit
+        is looked at first (default: that of who mapped). Raises MMError: EBUSY (addresses are invalid), EINVAL
+        (attached already; mappings outside of its windows or in its reserved regions; no IOVA left), EPERM (MSIs not
+        isolated), and what pinning and mapping raise. All is as before then. Kernel: attach_group.
         """
         call = "attach"
         if not isinstance(domain, IOMMUDomain):
@@ -393,7 +401,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
             for dma in self._tree:
                 fresh = not dma.iommu_mapped
                 if fresh:
-                    vfio_pin_map_dma(dma, [domain], generation, release, self.disable_hugepages, self.remember_runs, call, current)
+                    vfio_pin_map_dma(dma, [domain], generation, release, self.disable_hugepages, self.remember_runs,
+                                     call, current)
                 else:
                     vfio_replay(dma, self.domains, domain, call)
                 done.append((dma, fresh))
@@ -406,7 +415,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
             raise
 
     def detach(self, domain):
-        """Detach a domain. With the last one everything is unmapped; or, with emulated devices, only unmapped from IOMMUs: what
+        """Detach a domain. With the last one everything is unmapped; or, with emulated devices, only unmapped from
+        IOMMUs: what
         their drivers pinned stays pinned, and charged. Kernel: detach_group.
         """
         with self._lock:
@@ -463,7 +473,7 @@ class VFIOContainer(ExternalPins, DirtyPages):
         if failed is not None:
             raise failed
 
-    # ---- the end ------------------------------------------------------------------------------------------------------------
+    # ---- the end -----------------------------------------------------------------------------------------------------
     def close(self):
         """Detach every domain, unmap everything, drop all pins; does nothing the second time."""
         with self._lock:
@@ -499,7 +509,7 @@ class VFIOContainer(ExternalPins, DirtyPages):
                 f"{'closed' if self.closed else f'{len(self._tree)} mappings'}, "
                 f"{len(self._attached)} domains>")
 
-    # ---- shared checks --------------------------------------------------------------------------------------------------------
+    # ---- shared checks -----------------------------------------------------------------------------------------------
     def _open(self):
         if self.closed:
             raise InvalidArgument("the container is closed")
@@ -536,7 +546,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
 
     def _wraps(self, start, size, what, call):
         if start + size > _TOP:
-            raise MMError(errno.EOVERFLOW, f"{call}: {what} {start:#x} and {size:#x} bytes run over the end of 64 bits", addr=start)
+            raise MMError(errno.EOVERFLOW, f"{call}: {what} {start:#x} and {size:#x} bytes run over the end of 64 bits",
+                          addr=start)
 
     def _aligned(self, value, what, call):
         if value % self.pgsize:

@@ -1,10 +1,11 @@
 """Dirty bitmaps of a container: a bit a page of each mapping, while tracking is on.
 
 Laws
-    A bit is set when a driver pins the page (it may write at any time) or writes it by dma_rw, and all bits of a mapping that
-    IOMMUs translate count as set as long as a group exists that never said which pages it uses (num_non_pinned_groups).
-    Reading clears, and sets again what is pinned by drivers at that moment; the bitmap of an unmap goes with the mapping.
-    Bit n of a bitmap is the page n pages after the IOVA asked for, in words of 64 bits, least significant first.
+    A bit is set when a driver pins the page (it may write at any time) or writes it by dma_rw, and all bits of a
+    mapping that IOMMUs translate count as set as long as a group exists that never said which pages it uses
+    (num_non_pinned_groups). Reading clears, and sets again what is pinned by drivers at that moment; the bitmap of an
+    unmap goes with the mapping. Bit n of a bitmap is the page n pages after the IOVA asked for, in words of 64 bits,
+    least significant first.
 
 The functions are called with the container's lock held; DirtyPages takes it.
 """
@@ -27,7 +28,8 @@ class UserBits:
         if isinstance(bitmap, tuple):
             if len(bitmap) != 3 or not isinstance(bitmap[0], MM):
                 raise TypeError(f"bitmap= is a writable buffer or (mm, addr, nbytes), not {bitmap!r}")
-            self.mm, self.addr, self.size = bitmap[0], word(bitmap[1], "addr of the bitmap"), word(bitmap[2], "size of the bitmap")
+            self.mm, self.addr = bitmap[0], word(bitmap[1], "addr of the bitmap")
+            self.size = word(bitmap[2], "size of the bitmap")
         else:
             self.mm, self.view = None, memoryview(bitmap).cast("B")
             if self.view.readonly:
@@ -51,7 +53,8 @@ class UserBits:
         try:
             return copy(addr, what)
         except MMError as error:
-            raise MMError(errno.EFAULT, f"{self.call}: the bitmap at {addr:#x} cannot be accessed: {error.strerror}", addr=addr) from None
+            raise MMError(errno.EFAULT, f"{self.call}: the bitmap at {addr:#x} cannot be accessed: {error.strerror}",
+                          addr=addr) from None
 
 
 def verify_bitmap_size(npages, size, call):
@@ -166,10 +169,12 @@ class DirtyPages:
             self.dirty_page_tracking = on
 
     def dirty_pages_get_bitmap(self, iova, size, pgsize=None, *, bitmap=None):
-        """Return the dirty bitmap of the mappings in [iova, iova + size) as bytes, a bit for each pgsize bytes, and clear them.
+        """Return the dirty bitmap of the mappings in [iova, iova + size) as bytes, a bit for each pgsize bytes, and
+        clear them.
 
-        bitmap: where to put it instead, a writable buffer or (mm, addr, nbytes). Raises MMError: EACCES (v1), EINVAL (sizes, a
-        range that cuts a mapping, tracking is off), EOVERFLOW, EFAULT. Kernel: VFIO_IOMMU_DIRTY_PAGES, GET_BITMAP.
+        bitmap: where to put it instead, a writable buffer or (mm, addr, nbytes). Raises MMError: EACCES (v1), EINVAL
+        (sizes, a range that cuts a mapping, tracking is off), EOVERFLOW, EFAULT. Kernel: VFIO_IOMMU_DIRTY_PAGES,
+        GET_BITMAP.
         """
         call = "VFIO_IOMMU_DIRTY_PAGES"
         iova, size = word(iova, "iova"), word(parse_size(size), "size")

@@ -1,12 +1,12 @@
 """A DMA mapping of a VFIO container (struct vfio_dma), and the set of them.
 
 Laws
-    Mappings of a container are disjoint, and sorted by IOVA. Ends are compared inclusive, so that one may end at 2^64 - 1.
+    Mappings of a container are disjoint, and sorted by IOVA. Ends are inclusive: one may end at 2^64 - 1.
     An external pin is found by its exact IOVA, which may lie inside a page; pins of a mapping are sorted by it.
     locked_vm of a mapping is what it added to its mm's locked_vm, and has not taken back.
     Runs, when they are remembered (runs_whole), are the chunks that were mapped, in order: their sum is the size.
 
-A mapping keeps its MM: the mm_t behind it lives as long, exited or not (mmgrab). All of it is under the container's lock.
+A mapping keeps its MM: the mm_t behind it lives as long, exited or not (mmgrab). The container's lock is held.
 """
 from libc.stdint cimport int64_t, uint64_t
 from mmcore.core.mm cimport MM
@@ -59,12 +59,12 @@ cdef class VFIODma:
 cdef class DmaTree:
     cdef readonly list dmas     # VFIODma, sorted
 
-    cpdef Py_ssize_t first(self, uint64_t start)                            # index of the first that ends at or after start
-    cpdef VFIODma find(self, uint64_t start, uint64_t last)                 # the first that overlaps [start, last], or None
+    cpdef Py_ssize_t first(self, uint64_t start)                # index of the first that ends at or after start
+    cpdef VFIODma find(self, uint64_t start, uint64_t last)     # the first that overlaps [start, last], or None
 
 cdef bint add_run(runs_t *runs, uint64_t pfn, uint64_t nr, bint join) noexcept nogil    # False: no memory
 cdef void drop_runs(runs_t *runs) noexcept nogil
-cdef int64_t vpfn_pages(const dma_t *d, uint64_t iova, uint64_t nr) noexcept nogil      # external pins of nr pages from iova on
+cdef int64_t vpfn_pages(const dma_t *d, uint64_t iova, uint64_t nr) noexcept nogil  # external pins of nr pages
 cdef vpfn_t *find_vpfn(const dma_t *d, uint64_t iova) noexcept nogil                    # exact, or NULL
 cdef int add_vpfn(dma_t *d, uint64_t iova, uint64_t pfn) noexcept nogil                 # with one reference; 0, -ENOMEM
 cdef void del_vpfn(dma_t *d, vpfn_t *pin) noexcept nogil

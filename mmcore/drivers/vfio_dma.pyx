@@ -8,7 +8,8 @@ from collections import namedtuple
 
 __all__ = ["VFIOMapping", "VFIOPin"]
 
-VFIOMapping = namedtuple("VFIOMapping", "iova vaddr size prot mm iommu_mapped lock_cap vaddr_invalid has_rsvd locked_vm pins")
+VFIOMapping = namedtuple("VFIOMapping", "iova vaddr size prot mm iommu_mapped lock_cap vaddr_invalid has_rsvd "
+                                        "locked_vm pins")
 VFIOMapping.__doc__ = """A DMA mapping as it was when looked at; locked_vm in pages, pins: its external pins."""
 VFIOPin = namedtuple("VFIOPin", "iova pfn ref_count")
 VFIOPin.__doc__ = """An external pin: its exact IOVA, the page, and how often it was asked for."""
@@ -40,7 +41,7 @@ cdef void drop_runs(runs_t *runs) noexcept nogil:
     runs.run = NULL
     runs.n = runs.room = 0
 
-# ---- external pins ----------------------------------------------------------------------------------------------------
+# ---- external pins ---------------------------------------------------------------------------------------------------
 cdef uint64_t pins_below(const dma_t *d, uint64_t iova) noexcept nogil:
     """How many external pins lie below an IOVA."""
     cdef uint64_t low = 0, high = d.nr_pins, mid
@@ -87,7 +88,7 @@ cdef void del_vpfn(dma_t *d, vpfn_t *pin) noexcept nogil:
     d.nr_pins -= 1
     memmove(pin, pin + 1, (d.nr_pins - at) * sizeof(vpfn_t))
 
-# ---- a mapping ----------------------------------------------------------------------------------------------------------
+# ---- a mapping -------------------------------------------------------------------------------------------------------
 cdef class VFIODma:
     """Hold one mapping of a container; callers see VFIOMapping, a copy."""
 
@@ -111,7 +112,10 @@ cdef class VFIODma:
         """Say who mapped it: whose memory, limit and capability count."""
         self.mm = mm
         self.d.mm = mm.mm
-        self.d.limit = ~<uint64_t>0 if mm.rlimit_memlock is None else min(mm.rlimit_memlock >> mm.mem.m.page_shift, ~<uint64_t>0)
+        if mm.rlimit_memlock is None:
+            self.d.limit = ~<uint64_t>0
+        else:
+            self.d.limit = min(mm.rlimit_memlock >> mm.mem.m.page_shift, ~<uint64_t>0)
         self.d.lock_cap = mm.cap_ipc_lock
 
     @property
@@ -179,7 +183,8 @@ cdef class VFIODma:
     def snapshot(self):
         """The mapping as callers see it."""
         return VFIOMapping(self.d.iova, self.d.vaddr, self.d.size, self.d.prot, self.mm, bool(self.d.iommu_mapped),
-                           bool(self.d.lock_cap), bool(self.d.vaddr_invalid), bool(self.d.has_rsvd), self.d.locked_vm, self.pins())
+                           bool(self.d.lock_cap), bool(self.d.vaddr_invalid), bool(self.d.has_rsvd),
+                           self.d.locked_vm, self.pins())
 
 
 cdef class DmaTree:

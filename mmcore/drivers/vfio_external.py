@@ -128,8 +128,8 @@ class ExternalPins:
     def register_device(self, on_dma_unmap, *, domain=None):
         """Open a device whose driver pins pages by itself; returns a VFIODevice.
 
-        on_dma_unmap(iova, size) is called before memory that is pinned is unmapped, and must unpin it. domain: the attached
-        domain whose group it is in; None: an emulated device (mdev), whose group no IOMMU stands behind.
+        on_dma_unmap(iova, size) is called before memory that is pinned is unmapped, and must unpin it. domain: the
+        attached domain whose group it is in; None: an emulated device (mdev), whose group no IOMMU stands behind.
         """
         if not callable(on_dma_unmap):
             raise TypeError(f"on_dma_unmap is called with (iova, size): it cannot be {on_dma_unmap!r}")
@@ -142,7 +142,9 @@ class ExternalPins:
             return device
 
     def unregister_device(self, device):
-        """Close a device; does nothing when it is closed. With the last emulated one and no domain, mappings go as well."""
+        """Close a device; does nothing when it is closed. With the last emulated one and no domain, mappings go as
+        well.
+        """
         with self._lock:
             if device not in self._devices:
                 return
@@ -153,10 +155,10 @@ class ExternalPins:
     def pin_pages(self, iova, npage, prot, *, device=None):
         """Pin npage pages, the first one at an IOVA, for a driver; returns their PageList.
 
-        prot: IOMMU_READ, IOMMU_WRITE. device: who asks, where it matters whose group says what it uses (dirty tracking).
-        Raises MMError: EINVAL (nothing mapped, no device registered, no struct page), E2BIG (more than 512), EACCES (v1),
-        EOVERFLOW, EBUSY (addresses are invalid), EPERM (the mapping does not allow it), ENODEV (its process is gone), ENOMEM,
-        EFAULT. None of the pages is pinned then. Kernel: vfio_pin_pages().
+        prot: IOMMU_READ, IOMMU_WRITE. device: who asks, where it matters whose group says what it uses (dirty
+        tracking). Raises MMError: EINVAL (nothing mapped, no device registered, no struct page), E2BIG (more than 512),
+        EACCES (v1), EOVERFLOW, EBUSY (addresses are invalid), EPERM (the mapping does not allow it), ENODEV (its
+        process is gone), ENOMEM, EFAULT. None of the pages is pinned then. Kernel: vfio_pin_pages().
         """
         call = "vfio_pin_pages"
         iova, npage = word(iova, "iova"), word(npage, "npage", 1)
@@ -175,7 +177,8 @@ class ExternalPins:
                                       "first", addr=iova)
             if device is not None and device not in self._devices:
                 raise InvalidArgument(f"{call}: the device is not registered here", addr=iova)
-            pages = pin_pages(self.mem, self._tree, iova, npage, prot, not self._attached, self.dirty_page_tracking, call)
+            pages = pin_pages(self.mem, self._tree, iova, npage, prot, not self._attached,
+                              self.dirty_page_tracking, call)
             for attached in self._attached:
                 if device is not None and device.domain is attached.domain and not attached.pinned_scope:
                     attached.pinned_scope = True
@@ -196,8 +199,8 @@ class ExternalPins:
     def dma_rw(self, iova, data_or_len, write):
         """Write bytes to memory by its IOVA, or read so many; returns the bytes read, or how many were written.
 
-        Raises MMError: EBUSY (addresses are invalid), EINVAL (nothing mapped), EPERM (not allowed, or the process is gone),
-        EFAULT (its memory is). Kernel: vfio_dma_rw().
+        Raises MMError: EBUSY (addresses are invalid), EINVAL (nothing mapped), EPERM (not allowed, or the process is
+        gone), EFAULT (its memory is). Kernel: vfio_dma_rw().
         """
         call = "vfio_dma_rw"
         iova, write = word(iova, "iova"), bool(write)
@@ -206,7 +209,8 @@ class ExternalPins:
         with self._lock:
             self._open()
             if self.vaddr_invalid_count:
-                raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address", addr=iova)
+                raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address",
+                              addr=iova)
             if length:
                 self._wraps(iova, length, "iova", call)
             out = dma_rw(self._tree, iova, data, length, write, self.dirty_page_tracking, self._shift, call)

@@ -11,7 +11,7 @@ from ..core.errors import MMError
 from ..ledger import holding
 from .vfio_unmap import holder_name
 
-# ---- external pins ------------------------------------------------------------------------------------------------------------
+# ---- external pins ---------------------------------------------------------------------------------------------------
 def vfio_pin_page_external(VFIODma dma not None, uint64_t iova, bint do_accounting, str call):
     """Pin the page at an IOVA for a driver, or count one more user of it; returns its PFN."""
     cdef pinning_t p
@@ -47,7 +47,8 @@ def vfio_pin_page_external(VFIODma dma not None, uint64_t iova, bint do_accounti
         teardown(&p)
     mem.leave()
     if p.error == -EINVAL:
-        raise MMError(_errno.EINVAL, f"{call}: IOVA {iova:#x} is PFN {pfn:#x}, which has no struct page: a driver cannot use it", addr=iova,
+        raise MMError(_errno.EINVAL, f"{call}: IOVA {iova:#x} is PFN {pfn:#x}, which has no struct page: a driver "
+                                     "cannot use it", addr=iova,
                       pfn=pfn)
     if p.error:
         raise pin_failed(dma, &p, call)
@@ -90,7 +91,7 @@ def vfio_unpin_page_external(VFIODma dma not None, uint64_t iova, bint do_accoun
     putting_failed(mem, &u, call)
     return True
 
-# ---- change of owner ----------------------------------------------------------------------------------------------------------
+# ---- change of owner -------------------------------------------------------------------------------------------------
 def vfio_change_dma_owner(VFIODma dma not None, MM mm not None, str call):
     """Let another address space own a mapping: its charge moves there, if that one's limit allows."""
     cdef dma_t *d = &dma.d
@@ -102,8 +103,10 @@ def vfio_change_dma_owner(VFIODma dma not None, MM mm not None, str call):
     now = a64_load_relaxed(&new.locked_vm)
     while True:
         if not mm.cap_ipc_lock and n and now + n > limit:
-            raise MMError(_errno.ENOMEM, f"{call}: the {n} pages of the mapping at IOVA {d.iova:#x} on top of {now} locked already exceed "
-                                         f"RLIMIT_MEMLOCK ({limit} pages) of the new owner: raise it (ulimit -l), or give it "
+            raise MMError(_errno.ENOMEM, f"{call}: the {n} pages of the mapping at IOVA {d.iova:#x} on top of {now} "
+                                         "locked already exceed "
+                                         f"RLIMIT_MEMLOCK ({limit} pages) of the new owner: raise it (ulimit -l), or "
+                                         "give it "
                                          "CAP_IPC_LOCK", addr=d.iova)
         if a64_cas_acq_rel(&new.locked_vm, &now, now + n):
             break

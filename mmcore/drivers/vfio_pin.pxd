@@ -7,8 +7,8 @@
 
 Generations
     page    512 pages a call; each is compared, looked at (reserved?) and charged on its own (to 6.17)
-    batch   512 pages a call; those that follow each other are found by num_pages_contiguous() and charged at once (6.18)
-    sink    leaves of the walk are joined to runs, and nothing is done a page; a call is as large as its runs are long (ours)
+    batch   512 pages a call; those that follow each other are found and charged at once (6.18, num_pages_contiguous())
+    sink    leaves of the walk are joined to runs, and nothing is done a page; a call is as large as runs are long (ours)
 All make the same chunks, and leave one state.
 
 Laws

@@ -25,7 +25,7 @@ from ..core.size import format_size
 from ..ledger import holding
 from .vfio_unmap import holder_name
 
-# ---- GUP: a batch -------------------------------------------------------------------------------------------------------
+# ---- GUP: a batch ----------------------------------------------------------------------------------------------------
 cdef inline unsigned pin_flags(const pinning_t *p) noexcept nogil:
     return FOLL_PIN | FOLL_LONGTERM | FOLL_TOUCH | FOLL_REMOTE | (FOLL_WRITE if p.d.prot & DMA_WRITE else 0)
 
@@ -58,7 +58,7 @@ cdef int64_t vaddr_get_pfns(pinning_t *p, uint64_t vaddr, uint64_t npages, uint6
         return got
     return follow_pfnmap(p, vaddr, npages, pfn, got if got else -EFAULT)
 
-# ---- raw PFNs -------------------------------------------------------------------------------------------------------------
+# ---- raw PFNs --------------------------------------------------------------------------------------------------------
 cdef int64_t follow_pfnmap(pinning_t *p, uint64_t vaddr, uint64_t npages, uint64_t *pfn, int64_t error) noexcept nogil:
     """What the page table of a VM_PFNMAP mapping says, to the end of its leaf; `error` where there is none."""
     cdef mm_t *mm = p.d.mm
@@ -99,7 +99,7 @@ cdef int64_t follow_pfnmap(pinning_t *p, uint64_t vaddr, uint64_t npages, uint64
     pthread_rwlock_unlock(&mm.mmap_lock)
     return error
 
-# ---- one chunk ------------------------------------------------------------------------------------------------------------
+# ---- one chunk -------------------------------------------------------------------------------------------------------
 cdef int over_limit(pinning_t *p, int64_t pages) noexcept nogil:
     """The look before a chunk is taken, at the caller's limit; equality is allowed."""
     cdef uint64_t now = a64_load_relaxed(&p.current.locked_vm)
@@ -183,7 +183,7 @@ cdef int64_t pin_pages_remote(pinning_t *p, uint64_t vaddr, uint64_t npage, uint
         return got
     return <int64_t>pinned
 
-# ---- GUP: runs ------------------------------------------------------------------------------------------------------------
+# ---- GUP: runs -------------------------------------------------------------------------------------------------------
 cdef struct gather_t:
     gup_output_t base
     pinning_t *p
@@ -207,8 +207,8 @@ cdef uint64_t gather_take(gup_output_t *base, const uint64_t *leaf, uint64_t nr)
 cdef void gather(pinning_t *p) noexcept nogil:
     """Pin the next step of it into runs. What stops it is in p.error: the runs before that are to be taken first.
 
-    Steps grow while leaves are large, and are a batch where they are not: what a step pinned is charged and mapped while its
-    struct pages are in the caches.
+    Steps grow while leaves are large, and are a batch where they are not: what a step pinned is charged and mapped
+    while its struct pages are in the caches.
     """
     cdef gather_t out
     cdef uint64_t pfn = 0, runs = p.gathered.n, step = min(p.step, p.wanted_pages - p.gathered_pages)
@@ -274,7 +274,7 @@ cdef int64_t next_gathered(pinning_t *p, uint64_t vaddr, uint64_t *base) noexcep
     base[0] = run.pfn
     return <int64_t>run.nr
 
-# ---- mapping ----------------------------------------------------------------------------------------------------------------
+# ---- mapping ---------------------------------------------------------------------------------------------------------
 cdef int map_chunk(pinning_t *p, const domains_t *to, uint64_t iova, uint64_t pfn, uint64_t nr) noexcept nogil:
     """In every domain, or in none."""
     cdef unsigned shift = p.m.page_shift
@@ -365,7 +365,7 @@ cdef void iommu_unmap_range(iommu_t *domain, uint64_t iova, uint64_t size) noexc
         done += got if got else ONE << domain.page_shift
     iommu_sync(domain)
 
-# ---- for the container ------------------------------------------------------------------------------------------------------
+# ---- for the container -----------------------------------------------------------------------------------------------
 cdef void log_chunk(runs_t *log, mem_t *m, uint64_t pfn, uint64_t n) noexcept nogil:
     cdef putting_t u
     putting_begin(&u, m, RELEASE_FOLIO, log)
@@ -408,16 +408,21 @@ cdef object pin_failed(VFIODma dma, pinning_t *p, str call):
         raise_pending()
     page = dma.mm.mem.page_size
     if p.why == PIN_MEMLOCK:
-        return MMError(_errno.ENOMEM, f"{call}: RLIMIT_MEMLOCK ({p.over * page} bytes, {p.over} pages) exceeded at {p.at:#x}: {p.wanted} "
-                                      "pages would be locked. Raise it (ulimit -l), give the process CAP_IPC_LOCK, or map less", addr=p.at)
+        return MMError(_errno.ENOMEM, f"{call}: RLIMIT_MEMLOCK ({p.over * page} bytes, {p.over} pages) exceeded at "
+                                      f"{p.at:#x}: {p.wanted} "
+                                      "pages would be locked. Raise it (ulimit -l), give the process CAP_IPC_LOCK, or "
+                                      "map less", addr=p.at)
     if p.why == PIN_MAP:
-        return MMError(-p.error, f"{call}: domain {p.domain} could not map {format_size(p.wanted * page)} at IOVA {p.at:#x} to PFN "
-                                 f"{p.pfn:#x}: a part of the range is mapped already, there is no memory for a table, or the "
+        return MMError(-p.error, f"{call}: domain {p.domain} could not map {format_size(p.wanted * page)} at IOVA "
+                                 f"{p.at:#x} to PFN "
+                                 f"{p.pfn:#x}: a part of the range is mapped already, there is no memory for a table, "
+                                 "or the "
                                  "failure was injected", addr=p.at, pfn=p.pfn)
     if p.why == PIN_PFNMAP:
         named = f"PFN {p.pfn:#x} there has a struct page that is not reserved, or may not be written" if p.pfn else \
             "nothing is mapped there, or it may not be accessed"
-        return MMError(-p.error, f"{call}: the raw PFNs (VM_PFNMAP) at {p.at:#x}: {named}. Device memory without struct pages can be "
+        return MMError(-p.error, f"{call}: the raw PFNs (VM_PFNMAP) at {p.at:#x}: {named}. Device memory without "
+                                 "struct pages can be "
                                  "mapped", addr=p.at, pfn=p.pfn or None)
     if p.why == PIN_NO_MEMORY or p.w.why == WHY_OUTPUT:
         return MMError(_errno.ENOMEM, f"{call}: no memory for the runs of pages", addr=p.at)
@@ -426,16 +431,17 @@ cdef object pin_failed(VFIODma dma, pinning_t *p, str call):
 
 cdef object check_alive(VFIODma dma, str call):
     if dma.d.mm.exited:
-        raise MMError(_errno.ENODEV, f"{call}: the address space {dma.mm.name} that mapped IOVA {dma.d.iova:#x} has exited: its memory "
+        raise MMError(_errno.ENODEV, f"{call}: the address space {dma.mm.name} that mapped IOVA {dma.d.iova:#x} has "
+                                     "exited: its memory "
                                      "is gone", addr=dma.d.iova)
 
 
-def vfio_pin_map_dma(VFIODma dma not None, list domains, int acquire, int release, bint one_page, bint remember, str call,
-                     MM current=None):
+def vfio_pin_map_dma(VFIODma dma not None, list domains, int acquire, int release, bint one_page, bint remember,
+                     str call, MM current=None):
     """Pin the memory behind a mapping, charge it, and map it in all these domains; or raise, with nothing of it left.
 
-    The container's lock is held. current: whose limit is looked at first, as the kernel does with the caller's; default who
-    mapped it.
+    The container's lock is held. current: whose limit is looked at first, as the kernel does with the caller's; default
+    who mapped it.
     """
     cdef pinning_t p
     cdef domains_t to

@@ -43,6 +43,7 @@ cdef object putting_failed(Memory mem, putting_t *u, str call)  # raises what we
 
 cdef int lock_acct(dma_t *d, int64_t npage) noexcept nogil      # 0, or -ENOMEM with nothing changed
 cdef uint64_t put_pfns(putting_t *u, const dma_t *d, uint64_t pfn, uint64_t n, int how) noexcept nogil
-cdef uint64_t unpin_pages_remote(putting_t *u, dma_t *d, uint64_t iova, uint64_t pfn, uint64_t npage, bint do_accounting) noexcept nogil
+cdef uint64_t unpin_pages_remote(putting_t *u, dma_t *d, uint64_t iova, uint64_t pfn, uint64_t npage,
+                                 bint do_accounting) noexcept nogil
 cdef void log_groups(putting_t *u, uint64_t pfn, uint64_t n) noexcept nogil
 cdef object tell(Memory mem, runs_t *log, int sign)             # the watchers; frees the log

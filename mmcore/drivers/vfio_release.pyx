@@ -10,9 +10,11 @@ from ..core.errors import BadPage
 cdef enum:
     FAR = 8                     # groups that a walk looks ahead
 
-# ---- accounting -------------------------------------------------------------------------------------------------------
+# ---- accounting ------------------------------------------------------------------------------------------------------
 cdef int lock_acct(dma_t *d, int64_t npage) noexcept nogil:
-    """Charge the mm that mapped it, or take a charge back; the capability lifts the limit, it does not stop counting."""
+    """Charge the mm that mapped it, or take a charge back; the capability lifts the limit, it does not stop
+    counting.
+    """
     cdef uint64_t now
     if npage == 0:
         return 0
@@ -30,7 +32,7 @@ cdef int lock_acct(dma_t *d, int64_t npage) noexcept nogil:
     d.locked_vm += npage
     return 0
 
-# ---- one group --------------------------------------------------------------------------------------------------------
+# ---- one group -------------------------------------------------------------------------------------------------------
 cdef void dirty_folio(putting_t *u, uint64_t head) noexcept nogil:
     """set_page_dirty_lock, unless somebody marked it already; that look is without the lock, as in the kernel."""
     if test_flag(&u.m.map[head], PG_dirty) or head == u.m.zero_pfn:
@@ -61,7 +63,7 @@ cdef inline void put_group(putting_t *u, uint64_t head, bint large, uint64_t cou
     u.updates += 1
     u.large += large
 
-# ---- the generations ----------------------------------------------------------------------------------------------------
+# ---- the generations -------------------------------------------------------------------------------------------------
 cdef uint64_t put_by_page(putting_t *u, uint64_t pfn, uint64_t n, bint dirty) noexcept nogil:
     cdef uint64_t i, head, released = 0
     for i in range(n):
@@ -128,7 +130,8 @@ cdef uint64_t put_pfns(putting_t *u, const dma_t *d, uint64_t pfn, uint64_t n, i
         return put_by_folio(u, pfn, n, dirty)
     return put_by_page(u, pfn, n, dirty)
 
-cdef uint64_t unpin_pages_remote(putting_t *u, dma_t *d, uint64_t iova, uint64_t pfn, uint64_t npage, bint do_accounting) noexcept nogil:
+cdef uint64_t unpin_pages_remote(putting_t *u, dma_t *d, uint64_t iova, uint64_t pfn, uint64_t npage,
+                                 bint do_accounting) noexcept nogil:
     """Release a chunk. Pages that are pinned externally at the same IOVA stay charged, on behalf of that pin."""
     cdef uint64_t unlocked
     cdef int64_t locked
@@ -140,7 +143,7 @@ cdef uint64_t unpin_pages_remote(putting_t *u, dma_t *d, uint64_t iova, uint64_t
         lock_acct(d, locked - <int64_t>unlocked)
     return unlocked
 
-# ---- a call ---------------------------------------------------------------------------------------------------------------
+# ---- a call ----------------------------------------------------------------------------------------------------------
 cdef void putting_begin(putting_t *u, mem_t *m, int how, runs_t *log) noexcept nogil:
     memset(u, 0, sizeof(putting_t))
     u.m = m
@@ -162,10 +165,12 @@ cdef object putting_failed(Memory mem, putting_t *u, str call):
         raise_pending()
     if u.bad:
         error = bad_page(mem, u.bad, u.bad_pfn, u.bad_count, call)
-        raise BadPage(error.law, f"{error.reason.partition('. Nothing')[0]}. The mapping is gone all the same; all other pages were "
+        raise BadPage(error.law, f"{error.reason.partition('. Nothing')[0]}. The mapping is gone all the same; all "
+                                 "other pages were "
                                  "unpinned", pfn=error.pfn)
     if u.early:
-        raise BadPage("unpin after the IOTLB flush", f"{call}: {u.early} pages were unpinned while a device could still reach them")
+        raise BadPage("unpin after the IOTLB flush", f"{call}: {u.early} pages were unpinned while a device could "
+                                                     "still reach them")
 
 cdef object tell(Memory mem, runs_t *log, int sign):
     cdef uint64_t i

@@ -1,9 +1,9 @@
 """Unmapping a DMA mapping from its IOMMUs, and releasing its pages (vfio_unmap_unpin).
 
     other domains   all of the range, each with a flush of its own
-    first domain    region by region: unmap without flushing, queue; at VFIO_IOMMU_TLB_SYNC_MAX regions, or when one does not
-                    go that way, flush once and unpin the queue. A region that the fast way does not take is unmapped and
-                    flushed on its own, after the queue.
+    first domain    region by region: unmap without flushing, queue; at VFIO_IOMMU_TLB_SYNC_MAX regions, or when one
+                    does not go that way, flush once and unpin the queue. A region that the fast way does not take is
+                    unmapped and flushed on its own, after the queue.
 
 Laws
     No page is unpinned before the flush that follows its unmapping, in any domain.

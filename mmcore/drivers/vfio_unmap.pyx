@@ -16,7 +16,7 @@ cdef int domains_in(list domains, domains_t *out) except -1:
         out.n += 1
     return 0
 
-# ---- the queue ----------------------------------------------------------------------------------------------------------
+# ---- the queue -------------------------------------------------------------------------------------------------------
 cdef void sync_unpin(unmapping_t *z) noexcept nogil:
     """Flush, then unpin what was unmapped before."""
     cdef uint64_t i
@@ -121,12 +121,14 @@ cdef object unmapping_failed(Memory mem, unmapping_t *z):
     putting_failed(mem, &z.u, f"unmapping the DMA mapping at IOVA {z.d.iova:#x}")
     if z.lost:
         raise BadPage("every page of a mapping is mapped in its domains",
-                      f"{z.lost} pages from IOVA {z.lost_at:#x} on were not mapped in the first domain any more: somebody unmapped "
+                      f"{z.lost} pages from IOVA {z.lost_at:#x} on were not mapped in the first domain any more: "
+                      "somebody unmapped "
                       "them behind the container's back. Without remembered runs their pins stay")
 
 # ---- for the container -----------------------------------------------------------------------------------------------
 def vfio_unmap_unpin(VFIODma dma not None, list domains, int how, bint do_accounting):
-    """Unmap and release a mapping; returns the pages that were released and not uncharged. The container's lock is held.
+    """Unmap and release a mapping; returns the pages that were released and not uncharged. The container's lock is
+    held.
 
     Raises BadPage when pins or translations were missing, after everything else was done.
     """
