@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))     # after an installed one
 
 from mmcore.bench import report, scale  # noqa: E402
 from mmcore.core.size import format_size, parse_size  # noqa: E402

@@ -3,6 +3,7 @@ import os
 import random
 import sys
 import threading
+import time
 
 import pytest
 
@@ -313,3 +314,51 @@ def test_long_fast_walks_against_fork_and_truncation_of_their_tables(output):
 
         race(forker, pin(1), pin(2))
         over(mem, mm)
+
+
+def test_a_page_by_page_pin_of_a_file_beside_forks_of_its_process():
+    """
+        pinner    holds a table's lock, asks the registry what file this is
+        forker    holds the family's lock, waits for the table's
+        exiter    leaves the family: waits for the family's lock, and must not hold the registry's meanwhile
+
+    Found by `mmcore stress --mix longterm,fault,fork`. Daemons: threads that wait for each other for ever would keep pytest.
+    """
+    mem = Memory("128M", movable=0, cma=0)
+    mm, files = MM(mem), [File(mem, 256 * PAGE) for _ in range(2)]
+    # One table: pages of two files in turn, so that each is asked for, and anonymous ones, so that fork wants its lock.
+    shared = mm.mmap(HUGE)
+    mm.madvise(shared, HUGE, MADV_NOHUGEPAGE)
+    for i in range(256):
+        mm.mmap(PAGE, flags=MAP_SHARED | MAP_FIXED, file=files[i % 2], offset=i * PAGE, addr=shared + i * PAGE)
+    mm.touch(shared, HUGE)
+    # Below it, so that fork holds the family's lock for long before it comes to the table.
+    first = mm.mmap(8 * HUGE)
+    mm.madvise(first, 8 * HUGE, MADV_NOHUGEPAGE)
+    mm.touch(first, 8 * HUGE)
+    assert first < shared
+    errors = []
+
+    def guarded(job):
+        def run():
+            try:
+                for _ in range(TURNS * 2):
+                    job()
+            except BaseException as error:
+                errors.append(error)
+        return threading.Thread(target=run, daemon=True)
+
+    def pin():
+        unpin_user_pages(pin_user_pages_fast(mm, shared, 256, FOLL_WRITE | FOLL_LONGTERM, acquire="page"))
+
+    threads = [guarded(lambda: mm.fork().exit()) for _ in range(3)] + [guarded(pin) for _ in range(2)]
+    [thread.start() for thread in threads]
+    deadline = time.monotonic() + 60
+    [thread.join(max(0, deadline - time.monotonic())) for thread in threads]
+    assert not any(thread.is_alive() for thread in threads), "threads wait for each other"
+    assert not errors
+    mm.munmap(shared, HUGE)
+    for file in files:
+        file.truncate(0)
+    over(mem, mm)
+    mem.close()

@@ -33,7 +33,7 @@ cdef int rmap_walk_anon(mem_t *m, uint64_t mapping, uint64_t index, uint64_t nr,
     while mm != NULL and not stop:
         stop = visit_mm(mm, NULL, index, nr, fn, arg)
         mm = mm.next
-    pthread_mutex_unlock(&family.lock)
+    family_put(m, family)
     return stop
 
 cdef int rmap_walk_file(file_t *f, uint64_t index, uint64_t nr, rmap_fn fn, void *arg) noexcept nogil:

@@ -19,7 +19,7 @@ Lock order, outermost first (memory.pxd goes on where this ends)
     5. mm_t.rmap_lock           VMAs hold still for those who come from a page; held over every change to them
     6. a table's lock (pgtable.pxd)
     7. swap_t.lock
-    8. a hugetlb pool's lock, a region's lock
+    8. spaces_t.lock, a hugetlb pool's lock, a region's lock
 """
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from mmcore.core.memory cimport *
@@ -177,7 +177,7 @@ cdef struct family_t:           # an mm and its descendants: where an anonymous 
     uint64_t id
     pthread_mutex_t lock
     mm_t *first
-    uint64_t nr
+    uint64_t nr                 # mms in it, and walkers that found it; under the registry's lock
 
 cdef struct mm_t:
     mem_t *m
@@ -218,7 +218,7 @@ cdef struct swap_t:             # the model's swap: slots with a page's bytes an
     uint64_t free_room
 
 cdef struct spaces_t:           # what hangs on mem_t.spaces
-    pthread_mutex_t lock        # of the registry; a family.lock may be taken under it
+    pthread_mutex_t lock        # of the registry: short, innermost; walks ask it under tables' locks
     family_t **family           # by id; NULL when it is gone
     uint64_t nr_families
     uint64_t families_room
@@ -253,6 +253,7 @@ cdef int family_join(mm_t *mm, family_t *family) noexcept nogil     # NULL: a ne
 cdef void family_join_locked(mm_t *mm, family_t *family) noexcept nogil     # family.lock held
 cdef void family_leave(mm_t *mm) noexcept nogil
 cdef family_t *family_get(mem_t *m, uint64_t mapping) noexcept nogil    # locked; NULL when it is gone
+cdef void family_put(mem_t *m, family_t *family) noexcept nogil         # unlocks what family_get returned
 cdef file_t *file_get(mem_t *m, uint64_t mapping) noexcept nogil    # NULL when it is gone
 cdef int file_register(file_t *f) noexcept nogil
 cdef void file_unregister(file_t *f) noexcept nogil

@@ -152,6 +152,7 @@ cdef int family_join(mm_t *mm, family_t *family) noexcept nogil:
     return 0
 
 cdef void family_join_locked(mm_t *mm, family_t *family) noexcept nogil:
+    cdef spaces_t *s = spaces_of(mm.m)
     mm.family = family
     mm.anon_id = (family.id << 2) | FOLIO_MAPPING_ANON
     mm.prev = NULL
@@ -159,17 +160,32 @@ cdef void family_join_locked(mm_t *mm, family_t *family) noexcept nogil:
     if family.first != NULL:
         family.first.prev = mm
     family.first = mm
+    pthread_mutex_lock(&s.lock)
     family.nr += 1
+    pthread_mutex_unlock(&s.lock)
+
+cdef void family_drop(spaces_t *s, family_t *family) noexcept nogil:
+    """One holder less; the last frees it.
+
+    The registry's lock is never held while a family's is waited for: fork holds that one for long, and waits for tables'
+    locks, under which walks ask the registry about files.
+    """
+    cdef bint last
+    pthread_mutex_lock(&s.lock)
+    family.nr -= 1
+    last = family.nr == 0
+    if last:
+        s.family[family.id] = NULL
+    pthread_mutex_unlock(&s.lock)
+    if last:
+        pthread_mutex_destroy(&family.lock)
+        free(family)
 
 cdef void family_leave(mm_t *mm) noexcept nogil:
-    """Leave; whoever is last frees it. A walker that found the family waits for its lock, or has it and we wait."""
-    cdef spaces_t *s = spaces_of(mm.m)
+    """Leave; a walker that found the family keeps it until it is done."""
     cdef family_t *family = mm.family
-    cdef bint last
     if family == NULL:
         return
-    # The registry's lock first: family_get takes the two in this order too.
-    pthread_mutex_lock(&s.lock)
     pthread_mutex_lock(&family.lock)
     if mm.prev != NULL:
         mm.prev.next = mm.next
@@ -177,16 +193,9 @@ cdef void family_leave(mm_t *mm) noexcept nogil:
         family.first = mm.next
     if mm.next != NULL:
         mm.next.prev = mm.prev
-    family.nr -= 1
-    last = family.nr == 0
-    if last:
-        s.family[family.id] = NULL
     pthread_mutex_unlock(&family.lock)
-    pthread_mutex_unlock(&s.lock)
-    if last:
-        pthread_mutex_destroy(&family.lock)
-        free(family)
     mm.family = NULL
+    family_drop(spaces_of(mm.m), family)
 
 cdef family_t *family_get(mem_t *m, uint64_t mapping) noexcept nogil:
     cdef spaces_t *s = spaces_of(m)
@@ -198,9 +207,15 @@ cdef family_t *family_get(mem_t *m, uint64_t mapping) noexcept nogil:
     if id < s.nr_families:
         family = s.family[id]
         if family != NULL:
-            pthread_mutex_lock(&family.lock)
+            family.nr += 1
     pthread_mutex_unlock(&s.lock)
+    if family != NULL:
+        pthread_mutex_lock(&family.lock)
     return family
+
+cdef void family_put(mem_t *m, family_t *family) noexcept nogil:
+    pthread_mutex_unlock(&family.lock)
+    family_drop(spaces_of(m), family)
 
 # ---- files and mms ------------------------------------------------------------------------------------------------------
 cdef file_t *file_get(mem_t *m, uint64_t mapping) noexcept nogil:
