@@ -9,12 +9,8 @@ import os
 import sys
 
 # One module of this package each: mr-test is mr_test.py.
-<<<<<<< HEAD
 VERBS = ("register", "gup-test", "mr-test", "vfio-dma-map", "capture", "backing", "types", "map", "frag", "diff", "pins",
          "preflight", "why-not-longterm", "stress", "bench")
-=======
-VERBS = ("register", "mr-test", "preflight", "why-not-longterm")
->>>>>>> livecost
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
