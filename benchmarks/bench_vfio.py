@@ -17,21 +17,21 @@ from mmcore.core.size import format_size, parse_size  # noqa: E402
 def options(argv):
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", help="bytes of the buffers in 2 MiB folios (default: 16G; 256M with --quick)")
-    parser.add_argument("--base-size", help="bytes of the buffer in 4 KiB pages, of which a quarter is scattered too (default: 4G; 64M)")
-    parser.add_argument("--gigantic", help="bytes of the buffer in 1 GiB pages (default: 256G; 2G)")
-    parser.add_argument("--rounds", type=int, help="rounds, in each of which every variant runs once (default: 9; 3)")
+    parser.add_argument("--size", help="bytes of the buffers in 2 MiB folios (default: 16G; 4G with --quick)")
+    parser.add_argument("--base-size", help="bytes of the buffer in 4 KiB pages, of which a quarter is scattered too (default: 4G; 256M)")
+    parser.add_argument("--gigantic", help="bytes of the buffer in 1 GiB pages (default: 256G; 4G)")
+    parser.add_argument("--rounds", type=int, help="rounds, in each of which every variant runs once (default: 9; 5)")
     parser.add_argument("--quick", action="store_true", help="smaller buffers and fewer rounds")
     parser.add_argument("--case", action="append", metavar="SUBSTR", help="only cases whose name contains this")
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON too; - writes them instead of the table")
     args = parser.parse_args(argv)
     try:
-        args.size = parse_size(args.size or ("256M" if args.quick else "16G"))
-        args.base_size = parse_size(args.base_size or ("64M" if args.quick else "4G"))
-        args.gigantic = parse_size(args.gigantic or ("2G" if args.quick else "256G"))
+        args.size = parse_size(args.size or ("4G" if args.quick else "16G"))
+        args.base_size = parse_size(args.base_size or ("256M" if args.quick else "4G"))
+        args.gigantic = parse_size(args.gigantic or ("4G" if args.quick else "256G"))
     except ValueError as error:
         parser.error(str(error))
-    args.rounds = (3 if args.quick else 9) if args.rounds is None else args.rounds
+    args.rounds = (5 if args.quick else 9) if args.rounds is None else args.rounds
     if args.rounds < 1 or any(size < part or size % part for size, part in ((args.size, 2 << 20), (args.base_size, 8 << 20), (args.gigantic, 1 << 30))):
         parser.error("at least 1 round; --size a multiple of 2M, --base-size of 8M, --gigantic of 1G")
     args.names = [name for name in vfio.CASES if not args.case or any(part in name for part in args.case)]
