@@ -172,8 +172,10 @@ class Stress:
 
 
     def _wrong_pins(self):
-        """Return the first head whose pins are not those that threads hold by lists and regions, or None. For laws about sums,
-        which name no PFN; not told where buffers of io_uring or VFIO hold pins as well."""
+        """Return the first head whose pins are not those that threads hold by lists and regions, or None.
+
+        For laws about sums, which name no PFN; not told where buffers of io_uring or VFIO hold pins as well.
+        """
         mem, held = self.world.mem, {}
         if mem.closed or any(worker.tables or worker.mappings for worker in self.workers):
             return None
@@ -183,8 +185,8 @@ class Stress:
                     held[head] = held.get(head, 0) + count
         pages = mem.pages
         # Small folios whose references reach the bias, and large ones: few enough to look at one by one.
-        small = np.flatnonzero((pages["_refcount"] >= mmc.GUP_PIN_COUNTING_BIAS) | (pages["flags"] & HEAD != 0)).tolist()
-        for head in sorted({*small, *held}):
+        many = np.flatnonzero((pages["_refcount"] >= mmc.GUP_PIN_COUNTING_BIAS) | (pages["flags"] & HEAD != 0))
+        for head in sorted({*many.tolist(), *held}):
             folio = mem.folio(head)
             pins = folio.pincount if folio.order else max(folio.refcount, 0) // mmc.GUP_PIN_COUNTING_BIAS
             if head != mem.zero_page.pfn and folio.pfn == head and folio.refcount > 0 and pins != held.get(head, 0):
