@@ -85,7 +85,17 @@ def test_vfio_registers_itself():
 
 
 # ---- it can fail -----------------------------------------------------------------------------------------------------
-def test_a_pin_that_is_forgotten_is_seen(run_of_one):
+def test_a_pin_that_is_forgotten_is_seen_and_where():
+    run = Stress(1, 5, ["pin", "fault", "umem", "longterm"])
+    run.round(run.workers)
+    run.check()
+    page = mmc.alloc_page(run.world.mem)
+    mmc.grab_pages(mmc.PageList(run.world.mem, [page.pfn]))
+    with pytest.raises(StressFailure, match=f"(?s)pins are held.*around pfn {page.pfn:#x}:.*_refcount=1025"):
+        run.check()
+
+
+def test_a_forgotten_pin_is_seen_beside_all_jobs(run_of_one):
     run_of_one.round(run_of_one.workers)
     run_of_one.check()
     page = mmc.alloc_page(run_of_one.world.mem)

@@ -12,6 +12,8 @@ import time
 import zlib
 from dataclasses import dataclass, field
 
+import numpy as np
+
 import mmcore as mmc
 from mmcore.core.dump import dump_around
 
@@ -19,6 +21,7 @@ from .stress_jobs import JOBS, NOT_BUILT, REFUSALS, Worker, World
 
 PER_ROUND = 150             # operations of a thread between two quiet points
 STUCK_SECONDS = 120         # a round that takes longer will not end
+HEAD = np.uint64(mmc.PageFlags.head)
 ALONE = 0.2                 # the part of the time in which one thread works alone, for the scaling
 
 
@@ -162,10 +165,33 @@ class Stress:
         words = [what, f"seed {self.seed}, {self.threads} threads, round {rounds}, mix {mix}",
                  f"again: mmcore stress --seed {self.seed} --threads {self.threads} --rounds {rounds} --mix {mix}",
                  "doing: " + ", ".join(worker.last for worker in self.workers)]
-        pfn = getattr(error, "pfn", None)
-        if pfn is not None:
+        pfn = getattr(error, "pfn", None) or self._wrong_pins()
+        if pfn:
             words += [f"around pfn {pfn:#x}:", dump_around(self.world.mem, pfn)]
         return "\n".join(words)
+
+
+    def _wrong_pins(self):
+        """Return the first head whose pins are not those that threads hold by lists and regions, or None.
+
+        For laws about sums, which name no PFN; not told where buffers of io_uring or VFIO hold pins as well.
+        """
+        mem, held = self.world.mem, {}
+        if mem.closed or any(worker.tables or worker.mappings for worker in self.workers):
+            return None
+        for worker in self.workers:
+            for pages in worker.lists():
+                for head, count in zip(*(array.tolist() for array in mmc.folio_runs(pages))):
+                    held[head] = held.get(head, 0) + count
+        pages = mem.pages
+        # Small folios whose references reach the bias, and large ones: few enough to look at one by one.
+        many = np.flatnonzero((pages["_refcount"] >= mmc.GUP_PIN_COUNTING_BIAS) | (pages["flags"] & HEAD != 0))
+        for head in sorted({*many.tolist(), *held}):
+            folio = mem.folio(head)
+            pins = folio.pincount if folio.order else max(folio.refcount, 0) // mmc.GUP_PIN_COUNTING_BIAS
+            if head != mem.zero_page.pfn and folio.pfn == head and folio.refcount > 0 and pins != held.get(head, 0):
+                return head
+        return None
 
 
 def run(threads=2, seconds=10.0, seed=0, mix=None, rounds=None, debug=False, tell=None):

@@ -106,12 +106,15 @@ class Worker:
         if len(self.pins) > HELD:
             release(self, self.pins.pop(0), False)
 
+    def lists(self):
+        """The pages of what it pinned and registered, a PageList each."""
+        lists = [pages.to_pagelist() if isinstance(pages, mmc.PageRanges) else pages for pages in self.pins]
+        return lists + [mmc.PageList(self.world.mem, mmc.sg_page_pfns(umem.sgt)) for umem, _ in self.umems]
+
     def nr_pins(self):
         """Pins this thread holds, as the statistics count them: zero pages have none."""
         zero = self.world.mem.zero_page.pfn
-        lists = [pages.to_pagelist() if isinstance(pages, mmc.PageRanges) else pages for pages in self.pins]
-        lists += [mmc.PageList(self.world.mem, mmc.sg_page_pfns(umem.sgt)) for umem, _ in self.umems]
-        count = sum(int(np.count_nonzero(pages.pfns != zero)) for pages in lists)
+        count = sum(int(np.count_nonzero(pages.pfns != zero)) for pages in self.lists())
         # io_uring keeps a pin an entry.
         count += sum(len(buffer.bvecs) for table in self.tables.values() for buffer in table.buffers
                      if buffer is not None)
@@ -298,7 +301,7 @@ def vfio(worker):
                                       release=("range", "page")[key[1]])
         container.attach(mmc.IOMMUDomain(worker.world.mem))
         worker.containers[key] = container
-    iova = (1 + worker.done) << 24
+    iova = (1 + worker.done % (1 << 20)) << 24
     container.map_dma(mm, at, iova, nr * PAGE)
     worker.mappings.append((container, iova, nr * PAGE))
 
