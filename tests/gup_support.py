@@ -58,13 +58,10 @@ def outcome(call, *args, **kwargs):
         return "errno", error.errno
 
 
-def frames(mem, ignore=()):
+def frames(mem, ignore=0):
     """mem_map, without flags that depend on which walk touched a page."""
     pages = np.array(mem.pages)
-    mask = 0
-    for flag in ignore:
-        mask |= int(flag)
-    pages["flags"] &= np.uint64(~mask & (1 << 64) - 1)
+    pages["flags"] &= np.uint64(~int(ignore) & (1 << 64) - 1)
     return pages
 
 

@@ -1,5 +1,6 @@
 """All frames of the machine: /proc/kpageflags and /proc/kpagecount from PFN 0 to the end of memory."""
 
+import mmap
 import os
 from dataclasses import dataclass
 
@@ -47,11 +48,11 @@ def read_frames(progress=None):
 
 def _read_all(file, expected, progress):
     """Read words to the end of the file, into one array where memory ends with the last zone."""
-    parts, done = [np.empty(max(expected, SECTION), np.uint64)], 0
+    parts, done = [_words(max(expected, SECTION))], 0
     view = memoryview(parts[0]).cast("B")
     while True:
         if not view:
-            parts.append(np.empty(SECTION, np.uint64))
+            parts.append(_words(SECTION))
             view = memoryview(parts[-1]).cast("B")
         got = os.preadv(file.fileno(), [view[:CHUNK]], done)
         if got <= 0:
@@ -62,3 +63,12 @@ def _read_all(file, expected, progress):
     if done > parts[0].nbytes:
         return np.concatenate(parts)[:done // 8]
     return parts[0][:done // 8]
+
+
+def _words(count):
+    """Return a uint64 array for words that are written once.
+
+    NumPy asks for huge pages for arrays of this size; where memory is fragmented the kernel compacts it for them, which
+    takes up to a quarter of the time that the reading takes.
+    """
+    return np.frombuffer(mmap.mmap(-1, 8 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint64)
