@@ -58,7 +58,7 @@ cdef enum:                      # why a put was refused; outside the range of er
 # ---- slow sides, out of line ---------------------------------------------------------------------------------------
 cdef int put_wrong(const page_t *head, uint32_t old, uint32_t refs) noexcept nogil      # 0 when it is right after all
 cdef int put_last_wrong(mem_t *m, const page_t *head) noexcept nogil                    # why the last reference must stay; 0
-cdef int put_pins_last(mem_t *m, page_t *head, bint large, uint32_t old, uint32_t amount) noexcept nogil    # 0 when it may go
+cdef int put_last(mem_t *m, page_t *head, uint32_t old) noexcept nogil  # drops the last ones, if they may go
 
 # ---- references ----------------------------------------------------------------------------------------------------
 cdef inline uint32_t refs_load(const page_t *head) noexcept nogil:
@@ -102,14 +102,12 @@ cdef inline int put_refs(mem_t *m, page_t *head, bint large, uint32_t refs) noex
             bad = put_wrong(head, old, refs)
             if bad:
                 return bad
-        if old == refs:
-            bad = put_last_wrong(m, head)
-            if mm_unlikely(bad):
-                # Unless somebody else moved the count meanwhile: then this is not the last one.
-                if refs_load(head) != old:
-                    old = refs_load(head)
-                    continue
+        if old == refs and mm_unlikely(put_last_wrong(m, head)):
+            bad = put_last(m, head, old)
+            if bad != NOT_FREED:
                 return bad
+            old = refs_load(head)
+            continue
         if mm_likely(a32_cas_acq_rel(&head._refcount, &old, old - refs)):
             return FREED if old == refs else NOT_FREED
 
@@ -133,15 +131,19 @@ cdef inline int put_pins(mem_t *m, page_t *head, bint large, uint64_t pins) noex
         amount <<= GUP_PIN_COUNTING_SHIFT
     old = refs_load(head)
     while True:
-        if mm_unlikely(old <= amount):
-            bad = put_pins_last(m, head, large, old, amount)
-            if bad:
-                if refs_load(head) != old:
-                    old = refs_load(head)
-                    continue
-                if large:
-                    a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
-                return bad
+        if mm_unlikely(old <= amount) and (old < amount or put_last_wrong(m, head)):
+            if old == amount:
+                bad = put_last(m, head, old)
+            elif refs_load(head) != old:
+                bad = NOT_FREED
+            else:
+                bad = BAD_UNDERFLOW if large else BAD_UNPINNED
+            if bad == NOT_FREED:
+                old = refs_load(head)
+                continue
+            if large and bad != FREED:
+                a32_fetch_add_acq_rel(&as_folio(head)._pincount, amount)
+            return bad
         if mm_likely(a32_cas_acq_rel(&head._refcount, &old, old - amount)):
             return FREED if old == amount else NOT_FREED
 

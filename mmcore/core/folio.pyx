@@ -84,11 +84,21 @@ cdef int put_last_wrong(mem_t *m, const page_t *head) noexcept nogil:
         return BAD_RESERVED
     return 0
 
-cdef int put_pins_last(mem_t *m, page_t *head, bint large, uint32_t old, uint32_t amount) noexcept nogil:
-    """Decide about pins whose drop takes the count, `old` now, to 0 or below: 0 when it may, else a BAD_* code."""
-    if old == amount:
-        return put_last_wrong(m, head)
-    return BAD_UNDERFLOW if large else BAD_UNPINNED
+cdef int put_last(mem_t *m, page_t *head, uint32_t old) noexcept nogil:
+    """Drop the last references, all `old` of them: FREED; NOT_FREED when the count moved meanwhile: look again; or a BAD_* code.
+
+    Why they may have to stay is looked at with the count frozen at 0. Otherwise somebody could take a reference, a pin or the
+    lock, drop it again, and be taken for a reason: the count is what it was, and yet the look was at two states.
+    """
+    cdef int bad
+    cdef uint32_t expected = old
+    if not a32_cas_acq_rel(&head._refcount, &expected, 0):
+        return NOT_FREED
+    bad = put_last_wrong(m, head)
+    if bad:
+        a32_store_release(&head._refcount, old)
+        return bad
+    return FREED
 
 # ---- taking references --------------------------------------------------------------------------------------------------
 cdef uint64_t try_get_folio(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil:

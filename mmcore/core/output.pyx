@@ -268,8 +268,9 @@ cdef void release_leaves(mem_t *m, const uint64_t *leaf, uint64_t nr, bint pins)
                 continue
             head = &m.map[g.head]
             if pins:
-                done += g.count
                 result = put_pins(m, head, g.nr_pages > 1, g.count)
+                if mm_likely(result >= 0):
+                    done += g.count
             else:
                 result = put_refs(m, head, g.nr_pages > 1, <uint32_t>g.count)
             if result == FREED:
