@@ -21,6 +21,7 @@ bench: build
 	$(PY) benchmarks/bench_gup.py
 	$(PY) benchmarks/bench_mm.py
 	$(PY) benchmarks/bench_mr.py
+	$(PY) benchmarks/bench_ledger.py
 
 # Which lines of mmcore/ the suite runs; fails below 95 %.
 coverage: setup

@@ -1,6 +1,6 @@
 """References, pins and splitting, under the kernel's names; and what the modules above share: arguments, errors."""
 from libc.errno cimport EAGAIN, EBUSY, EINVAL, ENOMEM, EREMOTEIO
-from mmcore.core.hook cimport pin_watchers, pins_changed
+from mmcore.core.hook cimport pin_tell, pin_watchers
 from mmcore.core.buddy cimport region_is_free
 
 import enum
@@ -417,7 +417,7 @@ def try_grab_folio(folio, refs, flags=FOLL.PIN):
     if error:
         raise grab_error(mem, error, pfn)
     if mm_unlikely(pin_watchers) and bits & FOLL_PIN and pfn != mem.m.zero_pfn:
-        pins_changed(mem, (pfn,), (nr,), 1)
+        pin_tell(mem, pfn, nr, 1)
 
 
 def folio_add_pins(folio, n):
@@ -436,7 +436,7 @@ def folio_add_pins(folio, n):
     if error:
         raise grab_error(mem, error, pfn)
     if mm_unlikely(pin_watchers):
-        pins_changed(mem, (pfn,), (nr,), 1)
+        pin_tell(mem, pfn, nr, 1)
 
 
 def folio_add_pin(folio):
