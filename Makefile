@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: run test build setup check-tools bench coverage clean
+.PHONY: run test build setup check-tools bench coverage clean tsan asan ubsan fuzz races
 
 run: build
 	$(VENV)/bin/mmcore register --size 256M --backing thp
@@ -27,6 +27,11 @@ bench: build
 coverage: setup
 	@$(PY) -m pip install -q 'coverage>=7.10'
 	$(PY) tests/coverage/run.py $(PYTEST_ARGS)
+
+# The suite's threads under ThreadSanitizer, and the suite under the address and undefined-behaviour sanitizers, each on a
+# build of its own in build/NAME. SANITIZE_ARGS: other tests or words for pytest.
+tsan asan ubsan: setup
+	$(PY) tests/sanitize/run.py $@ $(SANITIZE_ARGS)
 
 # Incremental: Cython and the compiler see only what changed.
 build: setup

@@ -42,7 +42,7 @@ cdef bint file_allowed(gup_t *w, const page_t *head, bint large, bint reject_fil
 
 cdef inline bint folio_allowed(gup_t *w, const page_t *head, bint large) noexcept nogil:
     cdef bint reject_files = w.flags & (FOLL_PIN | FOLL_LONGTERM | FOLL_WRITE) == (FOLL_PIN | FOLL_LONGTERM | FOLL_WRITE)
-    if mm_likely(head.mapping & FOLIO_MAPPING_ANON) or folio_is_hugetlb(head):
+    if mm_likely(a64_load_relaxed(&head.mapping) & FOLIO_MAPPING_ANON) or folio_is_hugetlb(head):
         return True
     return file_allowed(w, head, large, reject_files)
 
@@ -50,7 +50,7 @@ cdef inline bint must_unshare(const gup_t *w, const page_t *head, const page_t *
     """gup_must_unshare without a VMA, for an entry that is not writable. page carries the exclusive mark."""
     if w.flags & (FOLL_PIN | FOLL_WRITE) != FOLL_PIN:
         return False
-    if not head.mapping & FOLIO_MAPPING_ANON:
+    if not a64_load_relaxed(&head.mapping) & FOLIO_MAPPING_ANON:
         return (w.flags & FOLL_LONGTERM) != 0
     return not test_flag(page, PG_owner_2)
 
@@ -241,7 +241,7 @@ cdef inline bint fast_leaf(gup_t *w, const uint64_t *entry, uint64_t e, int leve
     page = &m.map[head]
     if mm_unlikely(a64_load_acquire(entry) != e) or mm_unlikely(not large) or mm_unlikely(not stays(w, head)) \
             or mm_unlikely(not folio_allowed(w, page, True)) \
-            or mm_unlikely((as_folio(page)._flags_1 >> PG_has_hwpoisoned) & 1) \
+            or mm_unlikely((a64_load_relaxed(&as_folio(page)._flags_1) >> PG_has_hwpoisoned) & 1) \
             or (not e & PTE_RW and must_unshare(w, page, page)):
         drop_leaf(w, head, large, n)
         return False
@@ -317,7 +317,7 @@ cdef bint fast_page(gup_t *w) noexcept nogil:
     if pte_leaf(e, level) and e & (need | PTE_SPECIAL) == need and pfn < m.nr_pages and grab_leaf(w, pfn, 1, &head, &large) == 0:
         page = &m.map[head]
         if not stays(w, head) or not folio_allowed(w, page, large) or test_flag(&m.map[pfn], PG_hwpoison) \
-                or (level > 0 and large and (as_folio(page)._flags_1 >> PG_has_hwpoisoned) & 1) \
+                or (level > 0 and large and (a64_load_relaxed(&as_folio(page)._flags_1) >> PG_has_hwpoisoned) & 1) \
                 or (not e & PTE_RW and must_unshare(w, page, page if level > 0 or folio_is_hugetlb(page) else &m.map[pfn])):
             drop_leaf(w, head, large, 1)
         else:

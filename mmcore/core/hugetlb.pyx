@@ -17,8 +17,8 @@ cdef uint64_t huge_new(mm_t *mm, unsigned order, bint reserved, uint64_t index, 
     if pfn == 0:
         return 0
     head = &m.map[pfn]
-    head.mapping = mapping
-    head.index = index
+    a64_store_relaxed(&head.mapping, mapping)
+    a64_store_relaxed(&head.index, index)
     a64_fetch_or_relaxed(&head.flags, (ONE << PG_owner_2) | (ONE << PG_uptodate))
     leaf_map(head, 0)
     return pfn

@@ -34,7 +34,7 @@ cdef int pin_one(file_t *f, uint64_t index, pinned_t *p, uint64_t *next) noexcep
     cdef mem_t *m = f.m
     cdef uint64_t pfn = 0, head
     cdef int error
-    if not grow(<void **>&p.leaf, &p.room, p.nr + 1, sizeof(uint64_t)):
+    if not grow(f.m, <void **>&p.leaf, &p.room, p.nr + 1, sizeof(uint64_t)):
         return -ENOMEM
     pthread_mutex_lock(&f.lock)
     error = file_page(f, index, spaces_of(m).shmem_thp == THP_ALWAYS, &pfn)

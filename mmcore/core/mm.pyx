@@ -1,7 +1,7 @@
 """MM: address spaces under Python's hands."""
 from libc.errno cimport EACCES, EAGAIN, EFAULT, EINVAL, ENOMEM
 from libc.stdint cimport uint8_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free
 cimport cython
 from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, touch_pages
 from mmcore.core.fork cimport dup_mmap
@@ -63,16 +63,17 @@ VMA.__doc__ = """One mapping as it was when looked at: addresses [start, end), f
 cdef int settings(Memory mem) except -1:
     """Make the registry of a Memory, and copy what its config says about huge pages to where faults see it."""
     cdef spaces_t *s
-    cdef bint first = spaces_of(&mem.m) == NULL
     s = spaces_get(&mem.m)
     if s == NULL:
         raise MemoryError()
-    mem.m.split_mapped = split_mapped
+    if mem.m.split_mapped != NULL:
+        return 0                # said before; faults read it without a lock
     s.thp = _MODES[mem.config["thp"]]
     s.shmem_thp = _MODES[mem.config["shmem_thp"]]
     s.mthp = 0
     for order in mem.config["mthp"]:
         s.mthp |= ONE << <unsigned>order
+    mem.m.split_mapped = split_mapped
     return 0
 
 cdef MM new_mm(Memory mem):
@@ -85,7 +86,7 @@ cdef int mm_setup(MM self, Memory mem) except -1:
     cdef mem_t *m = mem.ptr()
     cdef mm_t *mm
     settings(mem)
-    mm = <mm_t *>calloc(1, sizeof(mm_t))
+    mm = <mm_t *>mem_calloc(m, 1, sizeof(mm_t))
     if mm == NULL:
         raise MemoryError()
     mm.m = m

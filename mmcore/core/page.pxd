@@ -48,6 +48,8 @@ cdef extern from "atomic.h" nogil:
     void a64_store_relaxed(void *p, uint64_t v)
     void a64_store_release(void *p, uint64_t v)
     uint64_t a64_fetch_add_relaxed(void *p, uint64_t v)
+    uint64_t a64_fetch_add_release(void *p, uint64_t v)
+    uint64_t a64_exchange_acq_rel(void *p, uint64_t v)
     uint64_t a64_fetch_or_acquire(void *p, uint64_t v)
     uint64_t a64_fetch_or_relaxed(void *p, uint64_t v)
     uint64_t a64_fetch_or_acq_rel(void *p, uint64_t v)

@@ -9,7 +9,7 @@ Laws
 Runs of pages are kept, not pages: a bvec follows from them by arithmetic.
 """
 from libc.errno cimport EFAULT, EINTR, ENOMEM
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memset
 from mmcore.core.folio cimport bad_page, count_arg
 from mmcore.core.gup cimport gup_pages
@@ -309,7 +309,7 @@ cdef object release_buffers(Memory mem, list buffers):
     cdef mem_t *m
     if n == 0:
         return
-    u = <buffer_t **>malloc(n * sizeof(buffer_t *))
+    u = <buffer_t **>mem_malloc(&mem.m, n * sizeof(buffer_t *))
     if u == NULL:
         raise MemoryError()
     for i in range(n):
