@@ -33,6 +33,15 @@ coverage: setup
 tsan asan ubsan: setup
 	$(PY) tests/sanitize/run.py $@ $(SANITIZE_ARGS)
 
+# Small scenarios under every interleaving of their steps, on a build with step marks in build/races.
+races: setup
+	$(PY) tests/races/run.py $(RACES_ARGS)
+
+# Random calls, damaged files, random command lines; what is worth keeping stays in build/fuzz.
+FUZZ_SECONDS ?= 120
+fuzz: build
+	$(PY) tests/fuzz_run.py --seconds $(FUZZ_SECONDS)
+
 # Incremental: Cython and the compiler see only what changed.
 build: setup
 	@$(PY) setup.py -q build_ext --inplace

@@ -50,6 +50,10 @@ cdef inline bint entry_allows(uint64_t e, bint write) noexcept nogil:
     """Would the processor let a user access through?"""
     return (e & PTE_PRESENT) != 0 and (not write or (e & PTE_RW) != 0)
 
+cdef inline bint is_numa_hint(uint64_t e, const vma_t *v) noexcept nogil:
+    """An entry without access where the VMA allows some: a question who uses the page. In a PROT_NONE VMA it asks nothing."""
+    return e & PTE_PROTNONE and v.flags & (VM_READ | VM_WRITE | VM_EXEC)
+
 cdef inline uint64_t vma_entry_bits(const vma_t *v) noexcept nogil:
     if v.flags & (VM_READ | VM_WRITE | VM_EXEC):
         return PTE_PRESENT | PTE_USER

@@ -479,8 +479,8 @@ cdef int handle_pte_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noe
             sched_yield()
             return 0
         error = do_swap_page(mm, v, table, entry, e, addr, write)
-    elif e & PTE_PROTNONE:
-        # A hint that asks who uses the page, where the VMA allows access: answered by making it present.
+    elif is_numa_hint(e, v):
+        # Answered by making it present.
         a64_store_release(entry, (e & ~PTE_PROTNONE) | vma_entry_bits(v) | PTE_ACCESSED)
     elif flags & FAULT_FLAG_UNSHARE or (write and not e & PTE_RW):
         error = do_wp_page(mm, v, table, entry, e, addr, flags)
@@ -502,7 +502,7 @@ cdef int handle_mm_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noex
     entry = walk_find(&mm.pgd, addr, &level, &table)
     e = a64_load_acquire(entry)
     if level >= 1 and pte_leaf(e, level):
-        if e & PTE_PROTNONE:
+        if is_numa_hint(e, v):
             table_lock(m, table)
             e = a64_load_relaxed(entry)
             if pte_leaf(e, level):

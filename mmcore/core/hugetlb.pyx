@@ -1,7 +1,7 @@
 """hugetlb mappings."""
 from libc.errno cimport ENOMEM
 from mmcore.core.buddy cimport alloc_hugetlb_reserved, free_folio, reserve_hugetlb
-from mmcore.core.fault cimport (FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, copy_page_bytes, note_anon, vma_entry_bits,
+from mmcore.core.fault cimport (FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, copy_page_bytes, is_numa_hint, note_anon, vma_entry_bits,
                                 written_bits)
 from mmcore.core.file cimport FAULT_SIGBUS, file_page
 from mmcore.core.lock cimport mark_dirty
@@ -112,7 +112,7 @@ cdef int hugetlb_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noexce
     e = a64_load_relaxed(entry)
     if e == 0:
         error = no_page(mm, v, table, entry, addr, write)
-    elif e & PTE_PROTNONE:
+    elif is_numa_hint(e, v):
         a64_store_release(entry, (e & ~PTE_PROTNONE) | vma_entry_bits(v) | PTE_ACCESSED)
     elif flags & FAULT_FLAG_UNSHARE or (write and not e & PTE_RW):
         error = huge_wp(mm, v, entry, e, addr, (flags & FAULT_FLAG_UNSHARE) != 0)

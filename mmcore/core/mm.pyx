@@ -342,6 +342,11 @@ cdef class MM:
         if error == -EINVAL:
             raise InvalidArgument(f"madvise({name}) at {at:#x}: the mapping there does not take this advice (its flags, alignment "
                                   "or protection), or nothing there can be collapsed", addr=at)
+        if error == -ENOMEM and at == start and mm.nr_vmas + 2 > MAX_MAP_COUNT and what in (
+                MADV_DONTFORK, MADV_DOFORK, MADV_HUGEPAGE, MADV_NOHUGEPAGE):
+            raise MMError(_errno.ENOMEM, f"madvise({name}) of {start:#x}-{end:#x}: it makes up to 2 mappings more, and there are "
+                                         f"{mm.nr_vmas} of at most {MAX_MAP_COUNT}: give neighbours the same advice, or unmap some. "
+                                         "Nothing was changed", addr=at)
         if error == -ENOMEM and range_hole(mm, start, end) < end:
             raise MMError(_errno.ENOMEM, f"madvise({name}): nothing is mapped at {range_hole(mm, start, end):#x}", addr=at)
         if error == -EAGAIN:

@@ -115,6 +115,8 @@ cdef void vma_remove(mm_t *mm, uint64_t first, uint64_t last) noexcept nogil:
     for i in range(first, last):
         if mm.vma[i].file != NULL:
             file_del_mm(mm.vma[i].file, mm)
+    if first == last:
+        return              # there may be no array yet
     pthread_mutex_lock(&mm.rmap_lock)
     memmove(&mm.vma[first], &mm.vma[last], (mm.nr_vmas - last) * sizeof(vma_t))
     mm.nr_vmas -= last - first
