@@ -6,7 +6,7 @@ import re
 import struct
 
 import pytest
-from hypothesis import note, settings, strategies as st
+from hypothesis import currently_in_test_context, note, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 import mmcore as mmc
@@ -34,6 +34,14 @@ def window(start, length):
     return range(ARENA + start, ARENA + min(start + length, PAGES))
 
 
+def say(row):
+    """Hypothesis shows the rows of a failure after it was shrunk, pytest those of a long history."""
+    if currently_in_test_context():
+        note(row)
+    else:
+        print(row)
+
+
 class Machine(RuleBasedStateMachine):
     """Several processes in one arena, each with its plain twin."""
 
@@ -48,12 +56,13 @@ class Machine(RuleBasedStateMachine):
         self.pins = []          # [mm, page or None when it is unmapped, pfn, token]
         self.token = 0
         self.shares = 0
-        self.names, self.timeline = {}, Timeline(self.say)
         first = MM(self.mem)
         self.free = self.mem.vmstat()["nr_free_pages"] + first.nr_tables
         self.spaces.append((first, Space()))
 
-    say = staticmethod(note)    # of a failure, after it was shrunk; test_long_histories keeps the last rows
+    def __init__(self):
+        super().__init__()
+        self.names, self.timeline = {}, Timeline(say)
 
     def tell(self, which, text, ends=False):
         """A row of the timeline: mm0, mm1, ... in the order in which they were made."""
@@ -358,13 +367,7 @@ LONG = os.environ.get("MMCORE_TEST_PROFILE") == "long"
 @pytest.mark.parametrize("machine", [Machine, ThpMachine, MthpMachine])
 @pytest.mark.parametrize("seed", range(40 if LONG else 4))
 def test_long_histories(machine, seed):
-    rows, machine = [], machine()
-    machine.say = rows.append
-    try:
-        history(machine, seed, 250)
-    except Exception:
-        print(*rows[-40:], sep="\n")       # pytest shows it with the failure
-        raise
+    history(machine(), seed, 250)
 
 
 def test_a_failure_prints_its_timeline(capsys):

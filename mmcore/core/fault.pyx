@@ -55,8 +55,8 @@ cdef bint leaf_fits(const mm_t *mm, const vma_t *v, uint64_t addr, int level) no
 cdef inline void huge_anon_init(mem_t *m, uint64_t pfn, uint64_t mapping, uint64_t index) noexcept nogil:
     # What take_huge gave counts its one mapping already: only the head's own line is written.
     cdef page_t *head = &m.map[pfn]
-    head.mapping = mapping
-    head.index = index
+    a64_store_relaxed(&head.mapping, mapping)
+    a64_store_relaxed(&head.index, index)
     a64_store_relaxed(&head.flags, anon_flags(m, pfn) | (ONE << PG_head))
     a32_store_release(&head._refcount, 1)
 

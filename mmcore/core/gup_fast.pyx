@@ -110,7 +110,7 @@ cdef uint64_t grab_row(const grab_t *g, const uint64_t *entry, uint64_t n, const
         flags = a64_load_relaxed(&page.flags)
         refs = refs_load(page)
         if mm_unlikely(flags & both != must or a64_load_relaxed(&page.compound_info) & 1
-                       or not page.mapping & FOLIO_MAPPING_ANON or <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0
+                       or not a64_load_relaxed(&page.mapping) & FOLIO_MAPPING_ANON or <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0
                        or refs & (GUP_PIN_COUNTING_BIAS - 1) >= most):
             return i
         if mm_unlikely(not a32_cas_acq_rel(&page._refcount, &refs, refs + amount)):
@@ -118,7 +118,7 @@ cdef uint64_t grab_row(const grab_t *g, const uint64_t *entry, uint64_t n, const
         mm_after_rmw()
         if mm_unlikely(a64_load_acquire(&entry[i]) != e or a64_load_relaxed(g.pmd) != g.pmd_was
                        or a64_load_relaxed(&page.flags) & both != must or a64_load_relaxed(&page.compound_info) & 1
-                       or not page.mapping & FOLIO_MAPPING_ANON):
+                       or not a64_load_relaxed(&page.mapping) & FOLIO_MAPPING_ANON):
             wrong[0] = True
             return i + 1
         if mm_unlikely(not flags >> PG_referenced & 1):

@@ -128,7 +128,7 @@ class Capture:
                 arrays = {name: data[name] for name in ARRAYS}
                 _check_arrays(path, info, arrays)
                 return cls(info, arrays)
-        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, AttributeError,
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, KeyError, TypeError, AttributeError,
                 json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path}: not a whole mmcore capture ({type(error).__name__}); it is truncated, "

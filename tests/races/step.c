@@ -54,10 +54,10 @@ int races_end(unsigned char *out)
 
 long races_steps(void) { return steps; }
 
-/* Under `big`: who goes next. */
+/* Under `big`: who goes next. current: who was running, or -1 */
 static void pick(int current)
 {
-	int i, n = 0, first = -1, enabled = 0, chosen;
+	int i, n = 0, first = -1, enabled = 0, chosen, runs = current >= 0 && state[current] == READY;
 
 	for (i = 0; i < nr_actors; i++)
 		if (state[i] == READY) {
@@ -80,7 +80,7 @@ static void pick(int current)
 		turn = -1;
 		return;
 	}
-	chosen = state[current] == READY ? current : first;
+	chosen = runs ? current : first;
 	if (n > 1 && nr_trace < MOST_CHOICES) {
 		if (nr_trace < nr_prefix) {
 			if (enabled >> prefix[nr_trace] & 1)
@@ -90,7 +90,7 @@ static void pick(int current)
 		}
 		trace[nr_trace].chosen = chosen;
 		trace[nr_trace].enabled = enabled;
-		trace[nr_trace].current = state[current] == READY ? current : 255;
+		trace[nr_trace].current = runs ? current : 255;
 		nr_trace++;
 	}
 	turn = chosen;
@@ -150,7 +150,7 @@ void races_enter(int actor)
 	me = actor;
 	state[actor] = READY;
 	if (++entered == nr_actors)
-		pick(0);
+		pick(-1);
 	wait_for_turn();
 	pthread_mutex_unlock(&big);
 }
