@@ -7,7 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: run test build setup lint stubs docs wheel bench bench-all bench-calls bench-gate coverage stress check-tools clean
+.PHONY: run test build setup lint stubs docs wheel bench bench-all bench-calls bench-gate coverage stress
+.PHONY: tsan asan ubsan fuzz races check-tools clean
 
 run: build
 	$(VENV)/bin/mmcore register --size 256M --backing thp
@@ -49,6 +50,7 @@ bench-all: build
 	$(PY) benchmarks/bench_capture.py
 	$(PY) benchmarks/bench_vfio.py
 	$(PY) benchmarks/bench_scale.py
+	$(PY) benchmarks/bench_ledger.py
 
 # What one call from Python costs, by pyperf.
 bench-calls: build
@@ -66,6 +68,20 @@ stress: build
 coverage: setup
 	@$(PY) -m pip install -q 'coverage>=7.10'
 	$(PY) tests/coverage/run.py $(PYTEST_ARGS)
+
+# The suite's threads under ThreadSanitizer, and the suite under the address and undefined-behaviour sanitizers, each on a
+# build of its own in build/NAME. SANITIZE_ARGS: other tests or words for pytest.
+tsan asan ubsan: setup
+	$(PY) tests/sanitize/run.py $@ $(SANITIZE_ARGS)
+
+# Small scenarios under every interleaving of their steps, on a build with step marks in build/races.
+races: setup
+	$(PY) tests/races/run.py $(RACES_ARGS)
+
+# Random calls, damaged files, random command lines; what is worth keeping stays in build/fuzz.
+FUZZ_SECONDS ?= 120
+fuzz: build
+	$(PY) tests/fuzz_run.py --seconds $(FUZZ_SECONDS)
 
 # Incremental: Cython and the compiler see only what changed.
 build: setup

@@ -66,7 +66,7 @@ VFIO = set(vfio.__all__)
 IN_SPACES = {"get_user_pages", "get_user_pages_fast", "get_user_pages_fast_only", "get_user_pages_remote",
              "get_user_pages_unlocked", "pin_user_pages", "pin_user_pages_fast", "pin_user_pages_remote",
              "pin_user_pages_unlocked", "memfd_pin_folios", "hmm_range_fault", "hmm_pfn_to_map_order", "hmm_pfn_to_pfn"}
-CONSTANTS = ("FOLL_", "PROT_", "MAP_", "MADV_", "HMM_PFN_")
+CONSTANTS = ("FOLL_", "IB_ACCESS_", "PROT_", "MAP_", "MADV_", "HMM_PFN_")
 
 # What the names of mmcore are that no caller calls: types, dtypes, constants.
 NOT_CALLED = {"BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "Folio", "InvalidArgument", "MMError", "Memory",

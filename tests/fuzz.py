@@ -175,7 +175,9 @@ class Fuzz:
             if before:
                 self.compared += 1
                 after = state(self.mem)
-                assert after == before, f"{name}{args} {options} was refused ({e}) and changed something"
+                # A frame that was tried and given back may be the first of its kind: it reads as free now, not as never used.
+                assert after[1:] == before[1:] and after[0].startswith(before[0]), \
+                    f"{name}{args} {options} was refused ({e}) and changed something"
             return None
         self.remember(name, result, args)
         return result

@@ -383,3 +383,19 @@ def test_alloc_gigantic_prep_speculative_ref():
     mmc.folio_put_refs(page, 2)
     assert mmc.folio_alloc_at(mem, 2048, 11, hugetlb=True).order == 11
     mem.check()
+
+
+def test_hugetlb_folios_have_four_pages_at_least():
+    """Their own words lie in the fourth struct page: of order 1, those of the neighbour would be overwritten."""
+    mem = Memory("1M")
+    neighbour = mmc.folio_alloc_at(mem, 4, 1)
+    mmc.try_grab_folio(neighbour, 3)
+    for order in (0, 1):
+        with refused(mem, InvalidArgument, "four pages"):
+            mmc.folio_alloc_at(mem, 2, order, hugetlb=True)
+    assert neighbour.pincount == 3
+    with pytest.raises(InvalidArgument, match="at least 4 pages"):
+        Memory("16M", hugetlb={"8K": 1})
+    with Memory("16M", hugetlb={"16K": 2}) as other:
+        assert mmc.folio_alloc(other, 2, hugetlb=True).order == 2
+        other.check()

@@ -422,3 +422,42 @@ def test_errors_say_where(mem, mm):
     assert caught.value.addr == addr + PAGE and caught.value.pfn is None
     text = str(caught.value)
     assert "pin_user_pages()" in text and f"{addr + PAGE:#x}" in text and "not writable" in text
+
+
+@pytest.mark.parametrize("call", SLOW)
+def test_a_signal_ends_the_walk(call):
+    """A handler that raises while pages are faulted in: its exception passes on, and nothing stays taken."""
+    import signal
+
+    class Stop(Exception):
+        pass
+
+    def handler(*_):
+        raise Stop
+
+    nr, before = 32768, signal.signal(signal.SIGALRM, handler)
+    with Memory("160M") as mem:
+        try:
+            for _ in range(100):
+                mm = MM(mem)
+                addr = mm.mmap(nr * PAGE)
+                try:
+                    # Long before the walk is done, which looks at signals every 1024 faults.
+                    signal.setitimer(signal.ITIMER_REAL, 5e-4)
+                    give_back(call, call(mm, addr, nr, FOLL_WRITE))
+                except Stop:
+                    pass
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                rss = mm.rss
+                assert pins_of(mem) == 0
+                mem.check()
+                if call in GETS:
+                    assert all(mm.page_at(addr + i * PAGE).refcount == 1 for i in range(0, rss, 100))
+                mm.exit()
+                if 0 < rss < nr:
+                    break
+            else:
+                pytest.fail("no signal came while pages were faulted in")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)

@@ -193,6 +193,35 @@ def test_force_reads_prot_none(mem, mm, call):
     give_back(call, pages)
 
 
+@pytest.mark.parametrize("call", PINS)
+@pytest.mark.parametrize("kind, flags", [("base", FOLL_FORCE), ("base", FOLL_FORCE | FOLL_WRITE), ("thp", FOLL_FORCE),
+                                         ("thp", FOLL_FORCE | FOLL_WRITE), ("hugetlb", FOLL_FORCE)])
+def test_force_unshares_a_prot_none_page(mem, mm, call, kind, flags):
+    """
+        mm      write ── fork ── PROT_NONE ── pin by FOLL_FORCE: exclusive to mm first, the entry stays without access
+        child         └─ reads what was written
+    """
+    flag = mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | (mmc.MAP_HUGETLB if kind == "hugetlb" else 0)
+    addr = mm.mmap(HUGE, flags=flag)
+    if kind == "thp":
+        mm.madvise(addr, HUGE, mmc.MADV_HUGEPAGE)
+    mm.write(addr, b"shared")
+    child = mm.fork()
+    mm.mprotect(addr, HUGE, PROT_NONE)
+    before = mm.total_faults
+    pages = call(mm, addr, 1, flags)
+    assert mm.total_faults - before < 4, "the walk went round"
+    assert pages[0] == mm.page_at(addr) != child.page_at(addr) and bytes(page_address(pages[0])[:6]) == b"shared"
+    page_address(pages[0])[:6] = b"device"
+    assert child.read(addr, 6) == b"shared"
+    with pytest.raises(MMError):
+        mm.read(addr, 1)
+    mm.mprotect(addr, HUGE, PROT_READ)
+    assert mm.read(addr, 6) == b"device"
+    give_back(call, pages)
+    child.exit()
+
+
 # ---- FOLL_SPLIT_PMD, FOLL_NOWAIT, FOLL_NOFAULT, marks --------------------------------------------------------------------------
 @pytest.mark.parametrize("call", SLOW)
 def test_split_pmd_leaves_the_folio_and_maps_it_by_ptes(mem, mm, call):

@@ -48,7 +48,7 @@ class PinMachine(Machine):
 
     def acquire(self, which, start, length, call, flags, generation):
         """Call it, and tell the twin what it brought about. (mm, first page, the list)"""
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"{call.__name__} {start}+{length}")
         pages = window(start, length)
         write = bool(flags & mmc.FOLL_WRITE)
         wanted = 0

@@ -144,3 +144,76 @@ def test_pins_of_an_address_space(mem):
         assert held(ledger) == [("untagged", mm.page_at(a).folio.pfn, 8)]
         mmc.unpin_user_pages(pages)
         ledger.assert_balanced()
+
+
+def test_many_call_sites_and_holders(mem):
+    """More sites than the table begins with: each keeps its own line, and the innermost frame of the caller counts."""
+    folios = [mmc.alloc_page(mem).folio for _ in range(300)]
+    with PinLedger(mem) as ledger:
+        for i, folio in enumerate(folios):
+            scope = {"mmc": mmc, "folio": folio, "PinLedger": PinLedger}
+            exec(compile("\n" * i + f"with ledger.tag('h{i % 7}'): mmc.try_grab_folio(folio, {i + 1})", f"made{i}.py", "exec"),
+                 {**scope, "ledger": ledger})
+        rows = {row.folio: row for row in ledger.outstanding()}
+        for i, folio in enumerate(folios):
+            assert rows[folio][2:] == (i + 1, f"made{i}.py:{i + 1}") and rows[folio].holder == f"h{i % 7}"
+        for i, folio in enumerate(folios):
+            mmc.unpin_user_folio(folio, i + 1)
+        ledger.assert_balanced()
+    for folio in folios:
+        mmc.folio_put(folio)
+
+
+def test_two_ledgers_and_a_driver_name_their_own(mem):
+    with MM(mem) as mm, PinLedger(mem) as one, PinLedger(mem) as two:
+        a = mm.mmap(4 * PAGE)
+        mm.touch(a, 4 * PAGE)
+        domain = mmc.ProtectionDomain(mmc.IBDevice(mem), mm)
+        with one.tag("one"):
+            pages = pin(mm, a, 1)
+            with two.tag("two"):
+                pages += pin(mm, a, 1)
+            region = domain.reg_mr(a, PAGE, mmc.IB_ACCESS_LOCAL_WRITE)
+            pages += pin(mm, a, 1)
+        assert one.by_holder() == {"one": 3, region._name: 1}
+        assert two.by_holder() == {"untagged": 2, "two": 1, region._name: 1}
+        with two.tag("two"):
+            region.close()
+        mmc.unpin_user_pages(pages)
+        one.assert_balanced()
+        two.assert_balanced()
+
+
+@pytest.mark.parametrize("output", [mmc.PageList, mmc.PageRanges, mmc.SGAppendTable, mmc.GupOutput], ids=lambda o: o.__name__)
+@pytest.mark.parametrize("huge", [False, True])
+def test_every_output_is_booked(mem, output, huge):
+    class Kept(mmc.GupOutput):
+        def __init__(self):
+            self.pages = []
+
+        def gup_output_single_page(self, page):
+            self.pages.append(page.pfn)
+
+        def gup_output_pages(self, page, count):
+            self.pages += range(page.pfn, page.pfn + count)
+
+    with MM(mem) as mm, PinLedger(mem) as ledger:
+        a = mm.mmap(HUGE)
+        if huge:
+            mm.madvise(a, HUGE, mmc.MADV_HUGEPAGE)
+        mm.touch(a, HUGE)
+        sink = Kept() if output is mmc.GupOutput else output
+        got = mmc.pin_user_pages_fast(mm, a + PAGE, 9, mmc.FOLL_WRITE, output=sink)
+        assert sorted(held(ledger)) == ([("untagged", mm.page_at(a).folio.pfn, 9)] if huge else
+                                        sorted(("untagged", mm.page_at(a + i * PAGE).pfn, 1) for i in range(1, 10)))
+        assert {row.site.rpartition(":")[0] for row in ledger.outstanding()} == {__file__}
+        pfns = sink.pages if sink is not output else mmc.sg_page_pfns(got) if output is mmc.SGAppendTable else got
+        if output in (mmc.SGAppendTable, mmc.GupOutput):
+            pfns = mmc.PageList(mem, list(pfns))
+        mmc.unpin_user_pages(pfns, 4)
+        assert sum(row[2] for row in held(ledger)) == 5
+        rest = mmc.PageList(mem, [page.pfn for page in (pfns.to_pagelist() if isinstance(pfns, mmc.PageRanges) else pfns)][4:])
+        mmc.unpin_user_pages(rest)
+        ledger.assert_balanced()
+        if output is mmc.SGAppendTable:
+            mmc.sg_free_append_table(got)

@@ -117,3 +117,20 @@ def test_race_memfd_create(mem):
         unpin_folios(first + second)
         del file, got
         assert mem.hugetlb_pools() == free
+
+
+def test_acct_memfd_free_hugepages():
+    """
+        pool of 1   file ── pin: made, and pinned ── unpin: only the cache has it ── file gone: back in the pool
+    """
+    with machine(hugetlb={"2M": 1}) as mem:
+        file = File(mem, HUGE, "hugetlbfs")
+        folios, offset = memfd_pin_folios(file, 0, HUGE - 1, 1)
+        assert offset == 0 and len(folios) == 1 and folios[0].pincount == 1
+        pinned = folios[0].refcount
+        assert mem.hugetlb_pools()[HUGE] == (1, 0)
+        unpin_folios(folios)
+        assert folios[0].refcount == pinned - 1 and folios[0].pincount == 0
+        del file
+        assert mem.hugetlb_pools()[HUGE] == (1, 1)
+        mem.check()

@@ -219,3 +219,9 @@ def test_too_many_mappings(mm):
     with pytest.raises(MMError) as caught:
         mm.munmap(a + 65600 * PAGE, PAGE)
     assert caught.value.errno == errno.ENOMEM and len(mm.vmas) == 65530
+    with pytest.raises(MMError, match="2 mappings more, and there are 65530 of at most 65530") as caught:
+        mm.madvise(a + 65600 * PAGE, PAGE, mmc.MADV_HUGEPAGE)
+    assert caught.value.errno == errno.ENOMEM and len(mm.vmas) == 65530
+    # What takes the place of another one is no mapping more.
+    assert mm.mmap(PAGE, prot=7, flags=ANON | mmc.MAP_FIXED, addr=a + PAGE) == a + PAGE
+    assert len(mm.vmas) == 65530

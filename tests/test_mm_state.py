@@ -2,15 +2,17 @@
 import errno
 import os
 import random
+import re
 import struct
 
 import pytest
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis import currently_in_test_context, note, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 import mmcore as mmc
 from mm_reference import READ, WRITE, Refused, Share, Space
 from mmcore import MM, MMError, Memory
+from timeline import Timeline
 
 PAGE = 4096
 PMD = 512
@@ -32,6 +34,14 @@ def window(start, length):
     return range(ARENA + start, ARENA + min(start + length, PAGES))
 
 
+def say(row):
+    """Hypothesis shows the rows of a failure after it was shrunk, pytest those of a long history."""
+    if currently_in_test_context():
+        note(row)
+    else:
+        print(row)
+
+
 class Machine(RuleBasedStateMachine):
     """Several processes in one arena, each with its plain twin."""
 
@@ -50,7 +60,18 @@ class Machine(RuleBasedStateMachine):
         self.free = self.mem.vmstat()["nr_free_pages"] + first.nr_tables
         self.spaces.append((first, Space()))
 
-    def pick(self, which):
+    def __init__(self):
+        super().__init__()
+        self.names, self.timeline = {}, Timeline(say)
+
+    def tell(self, which, text, ends=False):
+        """A row of the timeline: mm0, mm1, ... in the order in which they were made."""
+        mm = self.spaces[which % len(self.spaces)][0]
+        self.timeline.event(self.names.setdefault(id(mm), f"mm{len(self.names)}"), text, ends)
+
+    def pick(self, which, text=None):
+        if text is not None:
+            self.tell(which, text)
         return self.spaces[which % len(self.spaces)]
 
     def both(self, call, twin):
@@ -75,7 +96,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9), start=starts, length=lengths, prot=prots, shared=st.booleans())
     def mmap(self, which, start, length, prot, shared):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"mmap {start}+{length} prot {prot}{' shared' if shared else ''}")
         pages = window(start, length)
         self.detach(mm, pages)
         mm.mmap(len(pages) * PAGE, prot, SHARED if shared else PRIVATE, addr=pages.start * PAGE)
@@ -85,20 +106,20 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9), start=starts, length=lengths)
     def munmap(self, which, start, length):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"munmap {start}+{length}")
         pages = window(start, length)
         self.detach(mm, pages)
         self.both(lambda: mm.munmap(pages.start * PAGE, len(pages) * PAGE), lambda: space.munmap(pages))
 
     @rule(which=st.integers(0, 9), start=starts, length=lengths, write=st.booleans())
     def touch(self, which, start, length, write):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"{'write' if write else 'read'} faults {start}+{length}")
         pages = window(start, length)
         self.both(lambda: mm.touch(pages.start * PAGE, len(pages) * PAGE, write), lambda: space.touch(pages, write))
 
     @rule(which=st.integers(0, 9), start=starts)
     def write(self, which, start):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"write {start}")
         page = ARENA + start
         self.token += 1
         if self.both(lambda: mm.write(page * PAGE, struct.pack("<Q", self.token)), lambda: space.write(page, self.token)) is None:
@@ -108,21 +129,21 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9), start=starts)
     def read(self, which, start):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"read {start}")
         page = ARENA + start
         if self.both(lambda: mm.read(page * PAGE, 8), lambda: space.touch(range(page, page + 1), False)) is None:
             assert struct.unpack("<Q", mm.read(page * PAGE, 8))[0] == space.read(page)
 
     @rule(which=st.integers(0, 9), start=starts, length=lengths, prot=prots)
     def mprotect(self, which, start, length, prot):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"mprotect {start}+{length} {prot}")
         pages = window(start, length)
         self.both(lambda: mm.mprotect(pages.start * PAGE, len(pages) * PAGE, prot), lambda: space.mprotect(pages, prot))
 
     @rule(which=st.integers(0, 9), start=starts, length=lengths,
           advice=st.sampled_from(["DONTNEED", "PAGEOUT", "HUGEPAGE", "NOHUGEPAGE", "DONTFORK", "DOFORK", "COLD"]))
     def madvise(self, which, start, length, advice):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"{advice} {start}+{length}")
         pages = window(start, length)
         twin = {"DONTNEED": lambda: space.dontneed(pages), "PAGEOUT": lambda: space.whole(pages),
                 "COLD": lambda: space.whole(pages),
@@ -135,7 +156,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9), start=starts, length=lengths, to=starts, new_length=lengths)
     def mremap(self, which, start, length, to, new_length):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"mremap {start}+{length} -> {to}+{new_length}")
         old, new = window(start, length), window(to, new_length)
         refused = self.both(lambda: mm.mremap(old.start * PAGE, len(old) * PAGE, len(new) * PAGE, new.start * PAGE),
                             lambda: space.mremap(old, new))
@@ -148,19 +169,22 @@ class Machine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     @precondition(lambda self: len(self.spaces) < MOST_MMS)
     def fork(self, which):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, "fork")
         self.spaces.append((mm.fork(), space.fork()))
 
     @rule(which=st.integers(0, 9))
     @precondition(lambda self: len(self.spaces) > 1)
     def exit(self, which):
+        self.tell(which, "exit", ends=True)
         mm, space = self.spaces.pop(which % len(self.spaces))
+        del self.names[id(mm)]
+        self.names[object()] = "gone"       # its number is not given again
         self.detach(mm, window(0, PAGES))
         mm.exit()
 
     @rule(which=st.integers(0, 9), leaf=st.integers(0, 2))
     def collapse(self, which, leaf):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"collapse {leaf * PMD}+{PMD}")
         pages = window(leaf * PMD, PMD)
         before = set(space.populated), set(space.touched)
         number = None
@@ -190,7 +214,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9), start=starts, order=st.integers(0, 3))
     def split(self, which, start, order):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"folio_split {start} to order {order}")
         page = mm.page_at((ARENA + start) * PAGE)
         if page is None or page == self.mem.zero_page or mmc.is_huge_zero_page(page) or page.folio.order <= order:
             return
@@ -210,7 +234,7 @@ class Machine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), start=starts)
     @precondition(lambda self: len(self.pins) < 8)
     def pin(self, which, start):
-        mm, space = self.pick(which)
+        mm, space = self.pick(which, f"pin {start}")
         page = ARENA + start
         if page not in space.area or space.area[page].prot != READ | WRITE or space.area[page].share is not None:
             return
@@ -229,11 +253,12 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     def unpin(self, which):
         mm, page, pfn, token = self.pins.pop(which % len(self.pins))
+        self.timeline.event("device", f"unpin PFN {pfn:#x}")
         mmc.unpin_user_pages(mmc.PageList(self.mem, [pfn]))
 
     @rule(which=st.integers(0, 9))
     def clear_refs(self, which):
-        self.pick(which)[0].clear_refs(4)
+        self.pick(which, "clear_refs")[0].clear_refs(4)
 
     # -- after every step ----------------------------------------------------------------------------------------------------
     def content(self, pfn):
@@ -346,6 +371,31 @@ LONG = os.environ.get("MMCORE_TEST_PROFILE") == "long"
 @pytest.mark.parametrize("seed", range(40 if LONG else 4))
 def test_long_histories(machine, seed):
     history(machine(), seed, 250)
+
+
+def test_a_failure_prints_its_timeline(capsys):
+    """A machine that is wrong about one thing: the shrunk history is a few rows."""
+    class Wrong(Machine):
+        @invariant()
+        def nobody_forks_what_was_written(self):
+            assert not (len(getattr(self, "spaces", ())) > 1 and self.token)
+
+    Wrong.TestCase.settings = settings(max_examples=200, stateful_step_count=20, deadline=None, database=None)
+    with pytest.raises(BaseException) as caught:
+        run_state_machine_as_test(Wrong, settings=Wrong.TestCase.settings)
+    text = capsys.readouterr().out + "\n".join(getattr(caught.value, "__notes__", ()))
+    rows = [line for line in text.splitlines() if re.match(r" +[0-9]+  (\||mm)", line)]
+    assert any("mm0: fork" in row for row in rows) and any("mm0: " in row and ("write" in row or "pin" in row) for row in rows)
+    assert len(rows) <= 12, "shrunk"
+
+
+def test_timeline():
+    rows = []
+    timeline = Timeline(rows.append, width=16)
+    for event in (("mm0", "fork"), ("mm1", "write 3"), ("mm0", "exit", True), ("mm2", "read 5"), ("mm1", "exit", True)):
+        timeline.event(*event)
+    assert rows == ["   1  mm0: fork", "   2  |               mm1: write 3", "   3  mm0: exit       |", "   4  mm2: read 5     |",
+                    "   5  |               mm1: exit"]
 
 
 for machine in (Machine, ThpMachine, MthpMachine):

@@ -78,7 +78,7 @@ def packed(draw):
 def build(folios, hugetlb=()):
     mem = Memory("32M")
     mmc.folios_alloc_at(mem, [pfn for pfn, _ in folios], [order for _, order in folios],
-                        hugetlb=[i in hugetlb and order > 0 for i, (_, order) in enumerate(folios)])
+                        hugetlb=[i in hugetlb and order > 1 for i, (_, order) in enumerate(folios)])
     return mem
 
 

@@ -23,8 +23,8 @@ cdef bint into_cache(file_t *f, uint64_t head, uint64_t index) noexcept nogil:
     cdef mem_t *m = f.m
     cdef unsigned order = folio_order_of(&m.map[head])
     cdef uint64_t i, nr = ONE << order, first = index >> f.order, slots = nr >> f.order
-    if m.map[head].mapping:
-        return m.map[head].mapping == f.id << 2 and m.map[head].index == index
+    if a64_load_relaxed(&m.map[head].mapping):
+        return a64_load_relaxed(&m.map[head].mapping) == f.id << 2 and a64_load_relaxed(&m.map[head].index) == index
     # A file of huge pages has a slot for each of them, and no page of another size.
     if order < f.order or (f.order and order != f.order) or first << f.order != index or first + slots > f.nr_entries \
             or refs_load(&m.map[head]) != 1:
@@ -34,8 +34,8 @@ cdef bint into_cache(file_t *f, uint64_t head, uint64_t index) noexcept nogil:
             return False
     for i in range(slots):
         f.cache[first + i] = head + i
-    m.map[head].mapping = f.id << 2
-    m.map[head].index = index
+    a64_store_relaxed(&m.map[head].mapping, f.id << 2)
+    a64_store_relaxed(&m.map[head].index, index)
     a64_fetch_or_relaxed(&m.map[head].flags, (ONE << PG_uptodate) | (ONE << PG_swapbacked if f.kind == FILE_TMPFS else 0))
     f.nr_cached += nr
     a32_fetch_add_acq_rel(&m.map[head]._refcount, <uint32_t>(nr - 1))
@@ -75,7 +75,7 @@ cdef int adopt_one(mm_t *mm, uint64_t addr, uint64_t pfn, bint leaf, bint exclus
     entry = table_at(m, table) + table_index(g, addr, level)
     index = page_index(mm, v, addr) - (pfn - head)
     bits = vma_entry_bits(v) | PTE_ACCESSED | (PTE_PSE if level else 0)
-    if entry[0] != 0:
+    if a64_load_relaxed(entry) != 0:
         return 0
     if zero:
         if v.file != NULL:
@@ -89,13 +89,13 @@ cdef int adopt_one(mm_t *mm, uint64_t addr, uint64_t pfn, bint leaf, bint exclus
             return 0
         if v.flags & VM_SHARED and v.flags & VM_WRITE and v.file.kind != FILE_EXT4:
             bits |= PTE_RW
-    elif page.mapping == 0:
+    elif a64_load_relaxed(&page.mapping) == 0:
         # The one who claimed the frames gives its reference to the first mapping.
-        page.mapping = mm.anon_id
-        page.index = index
+        a64_store_relaxed(&page.mapping, mm.anon_id)
+        a64_store_relaxed(&page.index, index)
         a64_fetch_or_relaxed(&page.flags, (ONE << PG_uptodate) | (ONE << PG_swapbacked))
         first = True
-    elif page.mapping != mm.anon_id or page.index != index:
+    elif a64_load_relaxed(&page.mapping) != mm.anon_id or a64_load_relaxed(&page.index) != index:
         return 0
     if not zero:
         if anon:

@@ -243,9 +243,10 @@ cdef uint64_t boot_pools(Memory self, uint64_t end) except 0:
     # Largest first, so that the smaller ones start aligned.
     for size in sorted(hugetlb, reverse=True):
         nr = hugetlb[size]
-        if size <= page_size or size & (size - 1) or size > page_size << 20:
-            raise InvalidArgument(f"hugetlb pages of {format_size(size)}: the size must be a power of two, more "
-                                  f"than a page ({page_size} bytes) and at most {format_size(page_size << 20)}")
+        # A hugetlb folio's own words lie in the struct page of its fourth page.
+        if size < 4 * page_size or size & (size - 1) or size > page_size << 20:
+            raise InvalidArgument(f"hugetlb pages of {format_size(size)}: the size must be a power of two, at least "
+                                  f"4 pages ({format_size(4 * page_size)}) and at most {format_size(page_size << 20)}")
         if not isinstance(nr, int) or nr < 0:
             raise InvalidArgument(f"hugetlb pool of {format_size(size)}: {nr!r} is no number of pages")
         order = order_of(size // page_size)

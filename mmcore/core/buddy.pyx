@@ -559,8 +559,9 @@ def folios_alloc_at(Memory mem not None, pfns, orders, *, hugetlb=False):
         raise InvalidArgument(f"an order is outside 0..{MAX_FOLIO_ORDER}")
     if len(pfns) and not (pfns.min() > 0 and pfns.max() < m.nr_ram):
         raise InvalidArgument(f"a PFN is outside of RAM: 1..{m.nr_ram - 1:#x}")
-    if (kinds.astype(bool) & (wide == 0)).any():
-        raise InvalidArgument("a hugetlb folio has at least two pages")
+    if (kinds.astype(bool) & (wide < 2)).any():
+        # Its own words lie in the struct page of its fourth page.
+        raise InvalidArgument("a hugetlb folio has at least four pages (order 2)")
     at, order, huge = pfns, np.ascontiguousarray(wide, dtype=np.uint8), kinds
     nr = len(pfns)
     mem.enter()

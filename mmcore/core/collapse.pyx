@@ -83,16 +83,16 @@ cdef int collapse_one(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
         give_huge(m, &new, 1)
         return error
     head = &m.map[new]
-    head.mapping = mm.anon_id
-    head.index = page_index(mm, v, addr)
+    a64_store_relaxed(&head.mapping, mm.anon_id)
+    a64_store_relaxed(&head.index, page_index(mm, v, addr))
     a64_store_relaxed(&head.flags, anon_flags(m, new) | (ONE << PG_head))
     zap_begin(&z, mm)
     for i in range(nr):
-        word = pte[i]
+        word = a64_load_relaxed(&pte[i])
         if word and not word & PTE_SPECIAL:
             copy_page_bytes(m, new + i, pte_pfn(word))
         if word:
-            pte[i] = 0
+            a64_store_relaxed(&pte[i], 0)
             zap_one(&z, word, 0)
     a32_store_release(&head._refcount, 1)
     a64_fetch_add_relaxed(&mm.rss_anon, nr)

@@ -50,6 +50,10 @@ cdef inline bint entry_allows(uint64_t e, bint write) noexcept nogil:
     """Would the processor let a user access through?"""
     return (e & PTE_PRESENT) != 0 and (not write or (e & PTE_RW) != 0)
 
+cdef inline bint is_numa_hint(uint64_t e, const vma_t *v) noexcept nogil:
+    """An entry without access where the VMA allows some: a question who uses the page. In a PROT_NONE VMA it asks nothing."""
+    return e & PTE_PROTNONE and v.flags & (VM_READ | VM_WRITE | VM_EXEC)
+
 cdef inline uint64_t vma_entry_bits(const vma_t *v) noexcept nogil:
     if v.flags & (VM_READ | VM_WRITE | VM_EXEC):
         return PTE_PRESENT | PTE_USER
@@ -65,11 +69,11 @@ cdef inline uint64_t anon_flags(mem_t *m, uint64_t pfn) noexcept nogil:
 
 cdef inline void anon_page_init(mem_t *m, page_t *page, uint64_t flags, uint64_t mapping, uint64_t index) noexcept nogil:
     """Write a small page mapped once, in one pass over its cache line; both counts last, by one store."""
-    page.mapping = mapping
-    page.index = index
-    page.private = 0
-    page.lru_prev = 0
-    page.memcg_data = 0
+    a64_store_relaxed(&page.mapping, mapping)
+    a64_store_relaxed(&page.index, index)
+    a64_store_relaxed(&page.private, 0)
+    a64_store_relaxed(&page.lru_prev, 0)
+    a64_store_relaxed(&page.memcg_data, 0)
     a64_store_relaxed(&page.flags, flags)
     a64_store_relaxed(&page.compound_info, 0)
     a64_store_release(&page._mapcount, MAPPED_ONCE)

@@ -55,8 +55,8 @@ cdef bint leaf_fits(const mm_t *mm, const vma_t *v, uint64_t addr, int level) no
 cdef inline void huge_anon_init(mem_t *m, uint64_t pfn, uint64_t mapping, uint64_t index) noexcept nogil:
     # What take_huge gave counts its one mapping already: only the head's own line is written.
     cdef page_t *head = &m.map[pfn]
-    head.mapping = mapping
-    head.index = index
+    a64_store_relaxed(&head.mapping, mapping)
+    a64_store_relaxed(&head.index, index)
     a64_store_relaxed(&head.flags, anon_flags(m, pfn) | (ONE << PG_head))
     a32_store_release(&head._refcount, 1)
 
@@ -95,7 +95,7 @@ cdef int64_t thp_run(mm_t *mm, vma_t *v, uint64_t addr, uint64_t end, bint write
         bits = vma_entry_bits(v) | PTE_PSE | PTE_ACCESSED | PTE_SPECIAL
     table_lock(m, table)
     i = 0
-    while i < got and entry[i] == 0:
+    while i < got and a64_load_relaxed(&entry[i]) == 0:
         if write:
             # By number, not by the batch: the next batch most likely goes on where this one ends.
             prefetch_write(&m.map[pfns[i] + (THP_AHEAD << m.pmd_order)])
@@ -135,7 +135,7 @@ cdef uint64_t mthp_fault(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t addr) noe
             continue
         pte = entry - ((addr - first) >> m.page_shift)
         for i in range(ONE << order):
-            if pte[i] != 0:
+            if a64_load_relaxed(&pte[i]) != 0:
                 break
         else:
             pfn = take_folio(m, order)
@@ -143,12 +143,12 @@ cdef uint64_t mthp_fault(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t addr) noe
                 continue
             head = &m.map[pfn]
             mark_tails(head)
-            head.mapping = mm.anon_id
-            head.index = page_index(mm, v, first)
+            a64_store_relaxed(&head.mapping, mm.anon_id)
+            a64_store_relaxed(&head.index, page_index(mm, v, first))
             a64_store_relaxed(&head.flags, anon_flags(m, pfn) | (ONE << PG_head))
             bits = vma_entry_bits(v) | PTE_ACCESSED | written_bits(v)
             for i in range(ONE << order):
-                m.map[pfn + i]._mapcount = 0
+                a32_store_relaxed(&m.map[pfn + i]._mapcount, 0)
                 if i:
                     a64_store_relaxed(&m.map[pfn + i].flags, m.map[pfn + i].flags | (ONE << PG_owner_2))
             as_folio(head)._large_mapcount = <int32_t>((ONE << order) - 1)
@@ -231,7 +231,7 @@ cdef bint only_ours(mm_t *mm, uint64_t table, uint64_t pfn) noexcept nogil:
     if <int64_t><int32_t>a32_load_acquire(&m.map[head]._refcount) != mappings or mappings > <int64_t>nr:
         return False
     for i in range(ONE << mm.pgd.bits):
-        e = entry[i]
+        e = a64_load_relaxed(&entry[i])
         if pte_present(e) and not e & PTE_SPECIAL and pte_pfn(e) - head < nr:
             ours += 1
     return ours == mappings
@@ -368,14 +368,14 @@ cdef int file_leaf(mm_t *mm, vma_t *v, uint64_t addr, bint write, bint *done) no
         elif error == 0 and pfn & (span - 1) == 0 and (f.device != NULL or folio_order_of(&m.map[pfn]) == m.pmd_order):
             entry = table_at(m, table) + table_index(g, first, level)
             table_lock(m, table)
-            if entry[0] == 0:
+            if a64_load_relaxed(entry) == 0:
                 if counts_mappings(m, pfn):
                     leaf_map(&m.map[pfn], 1)
                     rss_add(mm, pfn, <int64_t>span)
                 a64_store_release(entry, (pfn << PTE_PFN_SHIFT) | file_bits(v, pfn, write) | PTE_PSE)
                 table_used(m, table)[0] += 1
                 done[0] = True
-            elif not pte_table(entry[0], level):
+            elif not pte_table(a64_load_relaxed(entry), level):
                 done[0] = True
             table_unlock(m, table)
     pthread_mutex_unlock(&f.lock)
@@ -403,7 +403,7 @@ cdef int do_file_fault(mm_t *mm, vma_t *v, uint64_t addr, bint write) noexcept n
         error = -EHWPOISON
     if error == 0:
         table_lock(m, table)
-        if entry[0] == 0:
+        if a64_load_relaxed(entry) == 0:
             if not file_counts(f):
                 a64_store_release(entry, (pfn << PTE_PFN_SHIFT) | file_bits(v, pfn, write) | PTE_SPECIAL)
             elif write and not v.flags & VM_SHARED:
@@ -480,8 +480,8 @@ cdef int handle_pte_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noe
             sched_yield()
             return 0
         error = do_swap_page(mm, v, table, entry, e, addr, write)
-    elif e & PTE_PROTNONE:
-        # A hint that asks who uses the page, where the VMA allows access: answered by making it present.
+    elif is_numa_hint(e, v):
+        # Answered by making it present.
         a64_store_release(entry, (e & ~PTE_PROTNONE) | vma_entry_bits(v) | PTE_ACCESSED)
     elif flags & FAULT_FLAG_UNSHARE or (write and not e & PTE_RW):
         error = do_wp_page(mm, v, table, entry, e, addr, flags)
@@ -503,7 +503,7 @@ cdef int handle_mm_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noex
     entry = walk_find(&mm.pgd, addr, &level, &table)
     e = a64_load_acquire(entry)
     if level >= 1 and pte_leaf(e, level):
-        if e & PTE_PROTNONE:
+        if is_numa_hint(e, v):
             table_lock(m, table)
             e = a64_load_relaxed(entry)
             if pte_leaf(e, level):

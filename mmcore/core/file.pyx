@@ -59,8 +59,8 @@ cdef void cache_page(file_t *f, uint64_t pfn, unsigned order, uint64_t index, ui
         page_init(head, region_of(m, pfn).zone_flags | flags, 0)
     else:
         a64_fetch_or_relaxed(&head.flags, flags)
-    head.mapping = f.id << 2
-    head.index = index
+    a64_store_relaxed(&head.mapping, f.id << 2)
+    a64_store_relaxed(&head.index, index)
     if f.order:
         f.cache[index >> f.order] = pfn
     else:
@@ -89,9 +89,9 @@ cdef int dax_page(file_t *f, uint64_t pfn) noexcept nogil:
     """The first look of a filesystem at a device page: from idle to in use, with the reference of its entry."""
     cdef mem_t *m = f.m
     cdef uint64_t head = compound_head_pfn(m.map, pfn)
-    if m.map[head].mapping == 0:
-        m.map[head].mapping = f.id << 2
-        m.map[head].index = head - f.device.start
+    if a64_load_relaxed(&m.map[head].mapping) == 0:
+        a64_store_relaxed(&m.map[head].mapping, f.id << 2)
+        a64_store_relaxed(&m.map[head].index, head - f.device.start)
         f.nr_cached += ONE << folio_order_of(&m.map[head])
         a32_fetch_add_acq_rel(&m.map[head]._refcount, 1)
     return 0
@@ -151,7 +151,7 @@ cdef void file_drop(file_t *f, uint64_t index) noexcept nogil:
         f.nr_cached -= nr
         clear_dirty(m, entry)
         if f.kind != FILE_PFNMAP:
-            head.mapping = 0
+            a64_store_relaxed(&head.mapping, 0)
         if put_refs(m, head, order != 0, <uint32_t>nr) == FREED:
             free_folio(m, entry, order)
     f.cache[index >> f.order] = CACHE_NONE
@@ -160,10 +160,10 @@ cdef void dax_drop(file_t *f, uint64_t index) noexcept nogil:
     cdef mem_t *m = f.m
     cdef page_t *head = &m.map[compound_head_pfn(m.map, f.device.start + index)]
     cdef unsigned order = folio_order_of(head)
-    if head.mapping != f.id << 2:
+    if a64_load_relaxed(&head.mapping) != f.id << 2:
         return
-    head.mapping = 0
-    head.index = 0
+    a64_store_relaxed(&head.mapping, 0)
+    a64_store_relaxed(&head.index, 0)
     f.nr_cached -= ONE << order
     clear_dirty(m, head - m.map)
     if put_refs(m, head, order != 0, 1) == FREED:
@@ -172,7 +172,7 @@ cdef void dax_drop(file_t *f, uint64_t index) noexcept nogil:
 cdef void file_write_page(file_t *f, uint64_t pfn) noexcept nogil:
     """Write a dirty folio of an ext4 file to its disk: clean first, so that what is dirtied meanwhile stays dirty."""
     cdef mem_t *m = f.m
-    cdef uint64_t i, index = m.map[pfn].index, nr = ONE << folio_order_of(&m.map[pfn])
+    cdef uint64_t i, index = a64_load_relaxed(&m.map[pfn].index), nr = ONE << folio_order_of(&m.map[pfn])
     clear_dirty(m, pfn)
     for i in range(nr):
         if test_flag(&m.map[pfn + i], PG_mm_written):
@@ -186,7 +186,7 @@ cdef void file_write_page(file_t *f, uint64_t pfn) noexcept nogil:
 cdef int file_add_mm(file_t *f, mm_t *mm) noexcept nogil:
     cdef int error = 0
     pthread_mutex_lock(&f.lock)
-    if grow(<void **>&f.mms, &f.mms_room, f.nr_mms + 1, sizeof(void *)):
+    if grow(f.m, <void **>&f.mms, &f.mms_room, f.nr_mms + 1, sizeof(void *)):
         f.mms[f.nr_mms] = mm
         f.nr_mms += 1
     else:
@@ -256,6 +256,8 @@ cdef int file_room(file_t *f, uint64_t size) noexcept nogil:
     if entries <= f.nr_entries:
         return 0
     entries += entries >> 1 if f.nr_entries else 0
+    if inject_fails(m, INJECT_ALLOC):
+        return -ENOMEM
     cache = reserve(entries * 8, False)
     if cache == NULL:
         return -ENOMEM
@@ -266,6 +268,8 @@ cdef int file_room(file_t *f, uint64_t size) noexcept nogil:
             unreserve(cache, entries * 8)
             if disk != NULL:
                 unreserve(disk, entries << m.page_shift)
+            if on_disk != NULL:
+                unreserve(on_disk, entries)
             return -ENOMEM
         if f.nr_entries:
             memcpy(disk, f.disk, f.nr_entries << m.page_shift)
@@ -490,7 +494,7 @@ cdef bint device_busy(file_t *f, uint64_t first) noexcept nogil:
     cdef int64_t own
     while pfn < f.device.end:
         head = &m.map[compound_head_pfn(m.map, pfn)]
-        own = 1 if f.kind == FILE_DEVDAX or head.mapping else 0
+        own = 1 if f.kind == FILE_DEVDAX or a64_load_relaxed(&head.mapping) else 0
         if <int64_t>a32_load_relaxed(&head._refcount) > folio_mapcount_of(head) + own:
             return True
         pfn = (head - m.map) + (ONE << folio_order_of(head))
@@ -544,7 +548,7 @@ cdef int file_truncate(file_t *f, uint64_t size) noexcept nogil:
 cdef void trim_folio(file_t *f, uint64_t head, uint64_t index) noexcept nogil:
     """Split a large folio that the new end cuts, and drop its pages from `index` on. The caller's reference goes."""
     cdef mem_t *m = f.m
-    cdef uint64_t i, nr = ONE << folio_order_of(&m.map[head]), start = m.map[head].index
+    cdef uint64_t i, nr = ONE << folio_order_of(&m.map[head]), start = a64_load_relaxed(&m.map[head].index)
     if split(m, head, 0) == 0:
         for i in range(nr):
             # The split gave each piece the cache's reference and one of ours.

@@ -7,7 +7,7 @@ Threads: any number at once: compare-and-swap, acquire on taking, release on dro
 Kernel: the functions of these names in mm.h, gup.c and huge_memory.c.
 """
 from libc.errno cimport EAGAIN, EBUSY, EINVAL, ENOMEM, EREMOTEIO
-from mmcore.core.hook cimport pin_watchers, pins_changed
+from mmcore.core.hook cimport pin_tell, pin_watchers
 from mmcore.core.buddy cimport region_is_free
 
 import enum
@@ -434,7 +434,7 @@ def try_grab_folio(folio, refs, flags=FOLL.PIN):
     if error:
         raise grab_error(mem, error, pfn)
     if mm_unlikely(pin_watchers) and bits & FOLL_PIN and pfn != mem.m.zero_pfn:
-        pins_changed(mem, (pfn,), (nr,), 1)
+        pin_tell(mem, pfn, nr, 1)
 
 
 def folio_add_pins(folio, n):
@@ -453,7 +453,7 @@ def folio_add_pins(folio, n):
     if error:
         raise grab_error(mem, error, pfn)
     if mm_unlikely(pin_watchers):
-        pins_changed(mem, (pfn,), (nr,), 1)
+        pin_tell(mem, pfn, nr, 1)
 
 
 def folio_add_pin(folio):

@@ -47,7 +47,7 @@ cdef inline void count_rss(fork_t *k, const page_t *head, uint64_t nr) noexcept 
 cdef int copy_present(fork_t *k, const vma_t *v, uint64_t *entry, uint64_t *child, uint64_t addr) noexcept nogil:
     """One page under a PTE."""
     cdef mem_t *m = k.m
-    cdef uint64_t e = entry[0], pfn = pte_pfn(e), head, new
+    cdef uint64_t e = a64_load_relaxed(entry), pfn = pte_pfn(e), head, new
     cdef page_t *page
     if e & PTE_SPECIAL:
         child[0] = e if v.flags & VM_PFNMAP else e & ~PTE_RW
@@ -79,17 +79,18 @@ cdef int copy_present(fork_t *k, const vma_t *v, uint64_t *entry, uint64_t *chil
 
 cdef int copy_ptes(fork_t *k, vma_t *v, uint64_t source, uint64_t table, uint64_t addr, uint64_t end) noexcept nogil:
     cdef mem_t *m = k.m
-    cdef uint64_t i, e, used = 0, nr = (end - addr) >> m.page_shift
+    cdef uint64_t i, e, ahead, used = 0, nr = (end - addr) >> m.page_shift
     cdef uint64_t *entry = table_at(m, source) + table_index(&k.mm.pgd, addr, 0)
     cdef uint64_t *child = table_at(m, table) + table_index(&k.mm.pgd, addr, 0)
     cdef int error = 0
     table_lock(m, source)
     for i in range(nr):
-        e = entry[i]
+        e = a64_load_relaxed(&entry[i])
         if e == 0:
             continue
-        if i + 8 < nr and entry[i + 8] & PTE_PRESENT and pte_pfn(entry[i + 8]) < m.nr_pages:
-            prefetch_write(&m.map[pte_pfn(entry[i + 8])])
+        ahead = a64_load_relaxed(&entry[i + 8]) if i + 8 < nr else 0
+        if ahead & PTE_PRESENT and pte_pfn(ahead) < m.nr_pages:
+            prefetch_write(&m.map[pte_pfn(ahead)])
         if pte_present(e):
             error = copy_present(k, v, entry + i, child + i, addr + (i << m.page_shift))
             if error:
@@ -189,8 +190,6 @@ cdef int dup_vma(fork_t *k, vma_t *v) noexcept nogil:
     cdef vma_t new = v[0]
     cdef int error = 0
     new.flags &= ~(VM_LOCKED | VM_HUGE_RESV)
-    if not grow(<void **>&child.vma, &child.vmas_room, child.nr_vmas + 1, sizeof(vma_t)):
-        return -ENOMEM
     if v.file != NULL and file_add_mm(v.file, child) != 0:
         return -ENOMEM
     pthread_mutex_lock(&child.rmap_lock)
@@ -212,6 +211,9 @@ cdef int dup_mmap(mm_t *child, mm_t *mm) noexcept nogil:
     cdef uint64_t i
     cdef int error = 0
     k.child, k.mm, k.m = child, mm, mm.m
+    # At once, while nobody knows the child: the array must not move once its files know it.
+    if not grow(k.m, <void **>&child.vma, &child.vmas_room, mm.nr_vmas, sizeof(vma_t)):
+        return -ENOMEM
     k.look_at_pins = (a64_load_acquire(&mm.flags) & MMF_HAS_PINNED) != 0
     k.nr_stash = k.anon = k.file = k.shmem = k.swapped = 0
     child.anon_id = mm.anon_id

@@ -13,18 +13,17 @@ from mmcore.core.gup_args cimport flags_arg, gup_error, wrapper_t
 from mmcore.core.gup_fast cimport gup_fast
 from mmcore.core.gup_slow cimport gup_slow
 from mmcore.core.gup_walk cimport *
-from mmcore.core.hook cimport pin_watchers, pins_changed
+from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t, pins_tell
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.migrate cimport check_and_migrate
 from mmcore.core.mm cimport MM
-from mmcore.core.output cimport GupOutput, gup_output_t, output_arg, release_leaves
+from mmcore.core.output cimport GupOutput, gup_output_t, leaf_count, leaf_pfn, output_arg, release_leaves
+from mmcore.core.pagelist cimport PageList, PageRanges
 from mmcore.core.pgtable cimport task_size
 from mmcore.core.space cimport *
+from mmcore.core.walk cimport list_pins, range_pins
 
 from .errors import InvalidArgument
-from .pagelist import PageList as _PageList
-from .pagelist import PageRanges as _PageRanges
-from .unpin import folio_runs
 
 __all__ = [
     "get_user_pages", "get_user_pages_fast", "get_user_pages_fast_only", "get_user_pages_remote", "get_user_pages_unlocked",
@@ -179,15 +178,23 @@ cdef object gup(const wrapper_t *wrapper, MM mm, object start, object nr_pages, 
 
 cdef object tell_watchers(Memory mem, GupOutput sink, object taken):
     """Name the folios that were pinned; a GupOutput still has its leaves, other outputs tell themselves."""
+    cdef mem_t *m = &mem.m
     cdef uint64_t i
-    if type(taken) is not _PageList and type(taken) is not _PageRanges:
-        if sink.leaves.n == 0:
-            return
-        words = [sink.leaves.leaf[i] for i in range(sink.leaves.n)]
-        taken = _PageRanges(mem, [leaf_pfn(word) for word in words], [leaf_count(word) for word in words])
-    heads, counts = folio_runs(taken)
-    counted = heads != mem.m.zero_pfn
-    pins_changed(mem, heads[counted], counts[counted], 1)
+    cdef pins_t pins
+    cdef PageList plist
+    cdef PageRanges ranges
+    pins_begin(&pins)
+    if type(taken) is PageList:
+        plist = taken
+        list_pins(m, plist.p, plist.n, &pins)
+    elif type(taken) is PageRanges:
+        ranges = taken
+        for i in range(ranges.starts.n):
+            range_pins(m, ranges.starts.p[i], ranges.count[i], &pins)
+    else:
+        for i in range(sink.leaves.n):
+            range_pins(m, leaf_pfn(sink.leaves.leaf[i]), leaf_count(sink.leaves.leaf[i]), &pins)
+    pins_tell(mem, &pins, 1)
 
 cdef wrapper_t GET = wrapper_t("get_user_pages", FOLL_TOUCH, False)
 cdef wrapper_t GET_REMOTE = wrapper_t("get_user_pages_remote", FOLL_TOUCH | FOLL_REMOTE, False)
@@ -200,7 +207,7 @@ cdef wrapper_t PIN_UNLOCKED = wrapper_t("pin_user_pages_unlocked", FOLL_PIN | FO
 cdef wrapper_t PIN_FAST = wrapper_t("pin_user_pages_fast", FOLL_PIN, True)
 
 
-def get_user_pages(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=_PageList):
+def get_user_pages(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=PageList):
     """Take a reference on each of nr_pages user pages from the address `start` on; faults in what is missing.
 
     gup_flags: FOLL_WRITE, FORCE, ANON, DUMP, NOFAULT, NOWAIT, HWPOISON, SPLIT_PMD, PCI_P2PDMA, HONOR_NUMA_FAULT,
@@ -214,17 +221,17 @@ def get_user_pages(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="lea
     return gup(&GET, mm, start, nr_pages, gup_flags, acquire, output)
 
 
-def get_user_pages_remote(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=_PageList):
+def get_user_pages_remote(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=PageList):
     """Take references on pages of another process. As get_user_pages(). Kernel: get_user_pages_remote()."""
     return gup(&GET_REMOTE, mm, start, nr_pages, gup_flags, acquire, output)
 
 
-def get_user_pages_unlocked(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=_PageList):
+def get_user_pages_unlocked(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=PageList):
     """Take references on user pages, where the caller does not hold mmap_lock. As get_user_pages()."""
     return gup(&GET_UNLOCKED, mm, start, nr_pages, gup_flags, acquire, output)
 
 
-def get_user_pages_fast(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=_PageList):
+def get_user_pages_fast(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=PageList):
     """Take references on user pages without locks where they are mapped already; the rest as get_user_pages() does.
 
     gup_flags: FOLL_WRITE, FORCE, NOFAULT, PCI_P2PDMA, HONOR_NUMA_FAULT; others raise InvalidArgument. MMError(EOVERFLOW)
@@ -233,12 +240,12 @@ def get_user_pages_fast(MM mm not None, start, nr_pages, gup_flags=0, *, acquire
     return gup(&GET_FAST, mm, start, nr_pages, gup_flags, acquire, output)
 
 
-def get_user_pages_fast_only(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=_PageList):
+def get_user_pages_fast_only(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=PageList):
     """Take references without locks and without faults; returns what there is up to the first page that needs either."""
     return gup(&GET_FAST_ONLY, mm, start, nr_pages, gup_flags, acquire, output)
 
 
-def pin_user_pages(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=_PageList):
+def pin_user_pages(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=PageList):
     """Pin each of nr_pages user pages from the address `start` on, for DMA; faults in what is missing.
 
     gup_flags as for get_user_pages(), and FOLL_LONGTERM: pages in Movable or CMA memory are moved out first, fsdax and
@@ -248,17 +255,17 @@ def pin_user_pages(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="lea
     return gup(&PIN, mm, start, nr_pages, gup_flags, acquire, output)
 
 
-def pin_user_pages_remote(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=_PageList):
+def pin_user_pages_remote(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=PageList):
     """Pin pages of another process. As pin_user_pages(), and marks them as accessed, and dirty for FOLL_WRITE."""
     return gup(&PIN_REMOTE, mm, start, nr_pages, gup_flags, acquire, output)
 
 
-def pin_user_pages_unlocked(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=_PageList):
+def pin_user_pages_unlocked(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=PageList):
     """Pin user pages, where the caller does not hold mmap_lock. As pin_user_pages_remote()."""
     return gup(&PIN_UNLOCKED, mm, start, nr_pages, gup_flags, acquire, output)
 
 
-def pin_user_pages_fast(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=_PageList):
+def pin_user_pages_fast(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="leaf", output=PageList):
     """Pin user pages without locks where they are mapped already; the rest as pin_user_pages_unlocked() does.
 
     gup_flags: FOLL_WRITE, LONGTERM, FORCE, NOFAULT, PCI_P2PDMA, HONOR_NUMA_FAULT. Raises as get_user_pages_fast().

@@ -41,7 +41,7 @@ cdef bint file_allowed(gup_t *w, const page_t *head, bint large, bint reject_fil
 
 cdef inline bint folio_allowed(gup_t *w, const page_t *head, bint large) noexcept nogil:
     cdef bint reject_files = w.flags & (FOLL_PIN | FOLL_LONGTERM | FOLL_WRITE) == (FOLL_PIN | FOLL_LONGTERM | FOLL_WRITE)
-    if mm_likely(head.mapping & FOLIO_MAPPING_ANON) or folio_is_hugetlb(head):
+    if mm_likely(a64_load_relaxed(&head.mapping) & FOLIO_MAPPING_ANON) or folio_is_hugetlb(head):
         return True
     return file_allowed(w, head, large, reject_files)
 
@@ -49,7 +49,7 @@ cdef inline bint must_unshare(const gup_t *w, const page_t *head, const page_t *
     """gup_must_unshare without a VMA, for an entry that is not writable. page carries the exclusive mark."""
     if w.flags & (FOLL_PIN | FOLL_WRITE) != FOLL_PIN:
         return False
-    if not head.mapping & FOLIO_MAPPING_ANON:
+    if not a64_load_relaxed(&head.mapping) & FOLIO_MAPPING_ANON:
         return (w.flags & FOLL_LONGTERM) != 0
     return not test_flag(page, PG_owner_2)
 
@@ -109,7 +109,7 @@ cdef uint64_t grab_row(const grab_t *g, const uint64_t *entry, uint64_t n, const
         flags = a64_load_relaxed(&page.flags)
         refs = refs_load(page)
         if mm_unlikely(flags & both != must or a64_load_relaxed(&page.compound_info) & 1
-                       or not page.mapping & FOLIO_MAPPING_ANON or <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0
+                       or not a64_load_relaxed(&page.mapping) & FOLIO_MAPPING_ANON or <int32_t>refs <= 0 or <int32_t>(refs + amount) <= 0
                        or refs & (GUP_PIN_COUNTING_BIAS - 1) >= most):
             return i
         if mm_unlikely(not a32_cas_acq_rel(&page._refcount, &refs, refs + amount)):
@@ -117,7 +117,7 @@ cdef uint64_t grab_row(const grab_t *g, const uint64_t *entry, uint64_t n, const
         mm_after_rmw()
         if mm_unlikely(a64_load_acquire(&entry[i]) != e or a64_load_relaxed(g.pmd) != g.pmd_was
                        or a64_load_relaxed(&page.flags) & both != must or a64_load_relaxed(&page.compound_info) & 1
-                       or not page.mapping & FOLIO_MAPPING_ANON):
+                       or not a64_load_relaxed(&page.mapping) & FOLIO_MAPPING_ANON):
             wrong[0] = True
             return i + 1
         if mm_unlikely(not flags >> PG_referenced & 1):
@@ -240,7 +240,7 @@ cdef inline bint fast_leaf(gup_t *w, const uint64_t *entry, uint64_t e, int leve
     page = &m.map[head]
     if mm_unlikely(a64_load_acquire(entry) != e) or mm_unlikely(not large) or mm_unlikely(not stays(w, head)) \
             or mm_unlikely(not folio_allowed(w, page, True)) \
-            or mm_unlikely((as_folio(page)._flags_1 >> PG_has_hwpoisoned) & 1) \
+            or mm_unlikely((a64_load_relaxed(&as_folio(page)._flags_1) >> PG_has_hwpoisoned) & 1) \
             or (not e & PTE_RW and must_unshare(w, page, page)):
         drop_leaf(w, head, large, n)
         return False
@@ -316,7 +316,7 @@ cdef bint fast_page(gup_t *w) noexcept nogil:
     if pte_leaf(e, level) and e & (need | PTE_SPECIAL) == need and pfn < m.nr_pages and grab_leaf(w, pfn, 1, &head, &large) == 0:
         page = &m.map[head]
         if not stays(w, head) or not folio_allowed(w, page, large) or test_flag(&m.map[pfn], PG_hwpoison) \
-                or (level > 0 and large and (as_folio(page)._flags_1 >> PG_has_hwpoisoned) & 1) \
+                or (level > 0 and large and (a64_load_relaxed(&as_folio(page)._flags_1) >> PG_has_hwpoisoned) & 1) \
                 or (not e & PTE_RW and must_unshare(w, page, page if level > 0 or folio_is_hugetlb(page) else &m.map[pfn])):
             drop_leaf(w, head, large, 1)
         else:
@@ -356,7 +356,7 @@ cdef void gup_fast(gup_t *w) noexcept nogil:
     count_walk(w)
     if pin:
         mm_barrier()
-        if mm_unlikely(a32_load_acquire(&mm.write_protect_seq) != seq):
+        if mm_unlikely(a32_load_acquire(&mm.write_protect_seq) != seq) and not mm_planted(2):
             release_leaves(w.m, w.leaf + first, w.nr_leaves - first, True)
             w.nr_leaves = first
             w.addr = start

@@ -65,7 +65,7 @@ cdef bint can_follow_write(const gup_t *w, const vma_t *v, uint64_t e, const pag
         return True
     if not w.flags & FOLL_FORCE or v.flags & (VM_MAYSHARE | VM_SHARED | VM_WRITE) or not v.flags & VM_MAYWRITE:
         return False
-    if page == NULL or not head.mapping & FOLIO_MAPPING_ANON or not test_flag(page, PG_owner_2):
+    if page == NULL or not a64_load_relaxed(&head.mapping) & FOLIO_MAPPING_ANON or not test_flag(page, PG_owner_2):
         return False
     # A write that soft-dirty tracking has not seen yet goes through a fault.
     return (v.flags & VM_SOFTDIRTY) != 0 or (e & PTE_SOFT_DIRTY) != 0
@@ -74,7 +74,7 @@ cdef bint must_unshare(const gup_t *w, const vma_t *v, const page_t *head, const
     """gup_must_unshare for an entry that is not writable."""
     if w.flags & (FOLL_PIN | FOLL_WRITE) != FOLL_PIN:
         return False
-    if not head.mapping & FOLIO_MAPPING_ANON:
+    if not a64_load_relaxed(&head.mapping) & FOLIO_MAPPING_ANON:
         return (w.flags & FOLL_LONGTERM) != 0 and is_cow_mapping(v.flags)
     return not test_flag(page, PG_owner_2)
 
@@ -210,7 +210,7 @@ cdef int follow_leaf(gup_t *w, const vma_t *v, uint64_t *entry, uint64_t table, 
     else:
         # Base pages of a device behind one leaf have counts of their own.
         step = n if counts_mappings(m, pfn) else 1
-        if step > 1 and mm_unlikely((as_folio(folio)._flags_1 >> PG_has_hwpoisoned) & 1):
+        if step > 1 and mm_unlikely((a64_load_relaxed(&as_folio(folio)._flags_1) >> PG_has_hwpoisoned) & 1):
             step = 1
         while i < n:
             if mm_unlikely(test_flag(&m.map[pfn + i], PG_hwpoison)):

@@ -1,6 +1,6 @@
 """hugetlb mappings."""
 from mmcore.core.buddy cimport alloc_hugetlb_reserved, reserve_hugetlb
-from mmcore.core.fault cimport (FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, copy_page_bytes, note_anon, vma_entry_bits,
+from mmcore.core.fault cimport (FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, copy_page_bytes, is_numa_hint, note_anon, vma_entry_bits,
                                 written_bits)
 from mmcore.core.file cimport FAULT_SIGBUS, file_page
 from mmcore.core.lock cimport mark_dirty
@@ -16,8 +16,8 @@ cdef uint64_t huge_new(mm_t *mm, unsigned order, bint reserved, uint64_t index, 
     if pfn == 0:
         return 0
     head = &m.map[pfn]
-    head.mapping = mapping
-    head.index = index
+    a64_store_relaxed(&head.mapping, mapping)
+    a64_store_relaxed(&head.index, index)
     a64_fetch_or_relaxed(&head.flags, (ONE << PG_owner_2) | (ONE << PG_uptodate))
     leaf_map(head, 0)
     return pfn
@@ -111,7 +111,7 @@ cdef int hugetlb_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noexce
     e = a64_load_relaxed(entry)
     if e == 0:
         error = no_page(mm, v, table, entry, addr, write)
-    elif e & PTE_PROTNONE:
+    elif is_numa_hint(e, v):
         a64_store_release(entry, (e & ~PTE_PROTNONE) | vma_entry_bits(v) | PTE_ACCESSED)
     elif flags & FAULT_FLAG_UNSHARE or (write and not e & PTE_RW):
         error = huge_wp(mm, v, entry, e, addr, (flags & FAULT_FLAG_UNSHARE) != 0)

@@ -11,7 +11,7 @@ from libc.stdlib cimport free
 from mmcore.core.file cimport FAULT_SIGBUS, File, file_page
 from mmcore.core.folio cimport *
 from mmcore.core.gup_walk cimport WHY_MIGRATE
-from mmcore.core.hook cimport pin_watchers, pins_changed
+from mmcore.core.hook cimport pin_watchers, pins_add, pins_begin, pins_t, pins_tell
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.migrate cimport check_and_migrate
 from mmcore.core.output cimport leaf_pfn, leaf_word, release_leaves
@@ -39,7 +39,7 @@ cdef int pin_one(file_t *f, uint64_t index, pinned_t *p, uint64_t *next) noexcep
     cdef mem_t *m = f.m
     cdef uint64_t pfn = 0, head
     cdef int error
-    if not grow(<void **>&p.leaf, &p.room, p.nr + 1, sizeof(uint64_t)):
+    if not grow(f.m, <void **>&p.leaf, &p.room, p.nr + 1, sizeof(uint64_t)):
         return -ENOMEM
     pthread_mutex_lock(&f.lock)
     error = file_page(f, index, spaces_of(m).shmem_thp == THP_ALWAYS, &pfn)
@@ -91,6 +91,7 @@ def memfd_pin_folios(File file not None, start, end, max_folios):
     cdef uint64_t first = count_arg(start, "start", 0, (ONE << 63) - 1), last = count_arg(end, "end", 0, (ONE << 63) - 1), i
     cdef uint64_t most = count_arg(max_folios, "max_folios", 1, ONE << 32)
     cdef pinned_t p
+    cdef pins_t taken
     cdef int error
     if f.kind != FILE_TMPFS and f.kind != FILE_HUGETLBFS:
         raise InvalidArgument(f"memfd_pin_folios() of a {file.kind} file: it is for tmpfs and hugetlbfs")
@@ -116,7 +117,10 @@ def memfd_pin_folios(File file not None, start, end, max_folios):
                           pfn=p.bad or None)
         folios = [folio_handle(file.mem, leaf_pfn(p.leaf[i])) for i in range(p.nr)]
         if mm_unlikely(pin_watchers):
-            pins_changed(file.mem, [folio.pfn for folio in folios], [1] * len(folios), 1)
+            pins_begin(&taken)
+            for i in range(p.nr):
+                pins_add(&taken, leaf_pfn(p.leaf[i]), 1)
+            pins_tell(file.mem, &taken, 1)
         return folios, p.offset + (first & ((ONE << f.m.page_shift) - 1))
     finally:
         free(p.leaf)

@@ -18,6 +18,7 @@ Lock order, outermost first. A thread that holds one takes only locks further do
 Counters of folios (_refcount, _pincount, map counts) and flags are atomics and need no lock.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, malloc, realloc
 from mmcore.core.page cimport *
 
 cdef extern from "<pthread.h>" nogil:
@@ -162,6 +163,16 @@ cdef inline bint inject_fails(mem_t *m, int site) noexcept nogil:
     if mm_likely(not a32_load_relaxed(&m.inject_armed)):
         return False
     return inject_hit(m, site)
+
+# ---- memory of the engine itself: as malloc, calloc and realloc, and with failures on demand
+cdef inline void *mem_malloc(mem_t *m, uint64_t size) noexcept nogil:
+    return NULL if mm_unlikely(inject_fails(m, INJECT_ALLOC)) else malloc(size)
+
+cdef inline void *mem_calloc(mem_t *m, uint64_t nr, uint64_t size) noexcept nogil:
+    return NULL if mm_unlikely(inject_fails(m, INJECT_ALLOC)) else calloc(nr, size)
+
+cdef inline void *mem_realloc(mem_t *m, void *at, uint64_t size) noexcept nogil:
+    return NULL if mm_unlikely(inject_fails(m, INJECT_ALLOC)) else realloc(at, size)
 
 # ---- where a PFN belongs -------------------------------------------------------------------------------------------
 cdef inline region_t *region_of(mem_t *m, uint64_t pfn) noexcept nogil:

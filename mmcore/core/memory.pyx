@@ -397,7 +397,8 @@ cdef class Memory:
 
         site: "frame" (a page frame), "table" (a page table), "list" (a page list), "sg" (a scatterlist chunk),
         "iommu_map" (a leaf), "iommu_unmap" (a call, which then unmaps nothing), "migrate", "alloc" (any other memory of the
-        engine).
+        engine). `with mem.inject(...) as injection:` injection.fired says whether it has failed yet: to walk nth upward until
+        nothing is left to fail.
         """
         if site not in INJECT_SITES:
             raise InvalidArgument(f"inject({site!r}): sites are {', '.join(INJECT_SITES)}")
@@ -406,9 +407,11 @@ cdef class Memory:
         cdef int index = INJECT_SITES[site]
         a32_store_relaxed(&self.ptr().inject[index], nth)
         a32_fetch_add_relaxed(&self.ptr().inject_armed, 1)
+        injection = Injection(self, index)
         try:
-            yield self
+            yield injection
         finally:
+            injection.over = injection.fired
             a32_store_relaxed(&self.m.inject[index], 0)
             a32_fetch_add_relaxed(&self.m.inject_armed, <uint32_t>-1)
 
@@ -460,6 +463,20 @@ cdef class Memory:
         """Return the Memory that save() wrote. Raises MMError(EINVAL) for a file that is none."""
         from .snapshot import load
         return load(path)
+
+
+class Injection:
+    """What inject() gives: fired is True once the occurrence that was to fail has failed."""
+
+    def __init__(self, mem, site):
+        self.mem, self.site, self.over = mem, site, None
+
+    @property
+    def fired(self):
+        return _fired(self.mem, self.site) if self.over is None else self.over
+
+cdef object _fired(Memory mem, int site):
+    return a32_load_relaxed(&mem.m.inject[site]) == 0
 
 
 def _flags_text(flags, zone):

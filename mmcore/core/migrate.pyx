@@ -6,7 +6,7 @@ Threads: any number at once.
 Kernel: check_and_migrate_movable_pages(), migrate_longterm_unpinnable_folios().
 """
 from libc.errno cimport EAGAIN, EBUSY, EINTR, ENOMEM
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 from mmcore.core.buddy cimport alloc_folio, alloc_hugetlb, free_folio
 from mmcore.core.folio cimport *
@@ -56,7 +56,7 @@ cdef bint hold_table(move_t *v, uint64_t table) noexcept nogil:
     for i in range(v.nr_tables):
         if v.table[i] == table:
             return True
-    if not grow(<void **>&v.table, &v.tables_room, v.nr_tables + 1, sizeof(uint64_t)):
+    if not grow(v.m, <void **>&v.table, &v.tables_room, v.nr_tables + 1, sizeof(uint64_t)):
         v.error = -ENOMEM
         return False
     while a64_fetch_or_acquire(&v.m.map[table].private, 1) & 1:
@@ -73,7 +73,7 @@ cdef inline bint maps_it(const move_t *v, uint64_t e) noexcept nogil:
     return pte_present(e) and not e & PTE_SPECIAL and pte_pfn(e) - v.head < v.nr
 
 cdef bint note_place(move_t *v, uint64_t *entry) noexcept nogil:
-    if not grow(<void **>&v.place, &v.places_room, v.nr_places + 1, sizeof(place_t)):
+    if not grow(v.m, <void **>&v.place, &v.places_room, v.nr_places + 1, sizeof(place_t)):
         v.error = -ENOMEM
         return False
     v.place[v.nr_places].entry = entry
@@ -140,7 +140,7 @@ cdef void move_page(mem_t *m, uint64_t to, uint64_t source) noexcept nogil:
         memcpy(page_bytes(m, to), m.bytes + (source << m.page_shift), ONE << m.page_shift)
     a64_fetch_or_relaxed(&m.map[to].flags, flags & (ONE << PG_owner_2))
     if not page_has_type(&m.map[source]):
-        m.map[to]._mapcount = m.map[source]._mapcount
+        a32_store_relaxed(&m.map[to]._mapcount, a32_load_relaxed(&m.map[source]._mapcount))
 
 cdef void move_state(mem_t *m, uint64_t to, uint64_t source, uint64_t nr) noexcept nogil:
     cdef page_t *new = &m.map[to]
@@ -151,9 +151,9 @@ cdef void move_state(mem_t *m, uint64_t to, uint64_t source, uint64_t nr) noexce
     for i in range(nr):
         move_page(m, to + i, source + i)
     a64_fetch_or_relaxed(&new.flags, a64_load_relaxed(&old.flags) & MOVING_FLAGS)
-    new.index = old.index
-    new.private = 0 if folio_is_hugetlb(old) else old.private
-    a64_store_release(&new.mapping, old.mapping)
+    a64_store_relaxed(&new.index, a64_load_relaxed(&old.index))
+    a64_store_relaxed(&new.private, 0 if folio_is_hugetlb(old) else a64_load_relaxed(&old.private))
+    a64_store_release(&new.mapping, a64_load_relaxed(&old.mapping))
     if nr > 1:
         a._flags_1 |= b._flags_1 & ((ONE << PG_partially_mapped) | (ONE << PG_mm_tails))
         a._large_mapcount = b._large_mapcount
@@ -161,15 +161,15 @@ cdef void move_state(mem_t *m, uint64_t to, uint64_t source, uint64_t nr) noexce
         a._entire_mapcount = b._entire_mapcount
     # The old frame: nothing of the file's or the mappings' is left on it; dirt is not dropped, it moved.
     a64_fetch_and_acq_rel(&old.flags, ~(MOVING_FLAGS | (ONE << PG_locked) | (ONE << PG_waiters)))
-    old.mapping = 0
-    old.private = 0
+    a64_store_relaxed(&old.mapping, 0)
+    a64_store_relaxed(&old.private, 0)
     if nr > 1:
         b._large_mapcount = b._entire_mapcount = -1
         b._nr_pages_mapped = 0
     for i in range(nr):
         a64_fetch_and_acq_rel(&m.map[source + i].flags, ~(ONE << PG_owner_2))
         if not page_has_type(&m.map[source + i]):
-            m.map[source + i]._mapcount = -1
+            a32_store_relaxed(&m.map[source + i]._mapcount, <uint32_t>-1)
 
 cdef void repoint(move_t *v, uint64_t to) noexcept nogil:
     """Make every entry name the new frames. Accessed and dirty may be set by the processor meanwhile: they are kept."""
@@ -199,10 +199,10 @@ cdef int try_move(move_t *v, uint64_t to, file_t *f) noexcept nogil:
     move_state(m, to, v.head, v.nr)
     if f != NULL:
         if f.order:
-            f.cache[m.map[to].index >> f.order] = to
+            f.cache[a64_load_relaxed(&m.map[to].index) >> f.order] = to
         else:
             for i in range(v.nr):
-                f.cache[m.map[to].index + i] = to + i
+                f.cache[a64_load_relaxed(&m.map[to].index) + i] = to + i
     a32_store_release(&m.map[to]._refcount, <uint32_t>refs + 1)
     repoint(v, to)
     return 0
@@ -215,7 +215,7 @@ cdef int attempt(move_t *v, uint64_t to) noexcept nogil:
     cdef int error
     if mapping == 0 or mapping & FOLIO_MAPPING_ANON:
         if mapping:
-            rmap_walk_anon(m, mapping, m.map[v.head].index, v.nr, collect_places, v)
+            rmap_walk_anon(m, mapping, a64_load_relaxed(&m.map[v.head].index), v.nr, collect_places, v)
         error = v.error if v.error else try_move(v, to, NULL)
         let_go(v)
         return error
@@ -226,7 +226,7 @@ cdef int attempt(move_t *v, uint64_t to) noexcept nogil:
     if a64_load_relaxed(&m.map[v.head].mapping) != mapping:
         error = -EAGAIN         # truncated while we waited
     else:
-        rmap_walk_file(f, m.map[v.head].index, v.nr, collect_places, v)
+        rmap_walk_file(f, a64_load_relaxed(&m.map[v.head].index), v.nr, collect_places, v)
         error = v.error if v.error else try_move(v, to, f)
     let_go(v)
     pthread_mutex_unlock(&f.lock)
@@ -258,7 +258,7 @@ cdef int migrate_folio(mem_t *m, uint64_t head, uint64_t *target) noexcept nogil
     cdef int tries, error
     if region_of(m, head) == NULL or head == m.huge_zero_pfn or test_flag(old, PG_reserved) \
             or (page_has_type(old) and not hugetlb) or test_flag(old, PG_hwpoison) \
-            or (order and (as_folio(old)._flags_1 >> PG_has_hwpoisoned) & 1):
+            or (order and (a64_load_relaxed(&as_folio(old)._flags_1) >> PG_has_hwpoisoned) & 1):
         return -EBUSY
     new = target_alloc(m, order, hugetlb)
     if new == 0:
@@ -353,7 +353,7 @@ cdef int check_and_migrate(mem_t *m, const uint64_t *leaf, uint64_t nr, bint pag
     cdef int error
     if mm_likely(found == 0):
         return 0
-    heads = <uint64_t *>malloc(found * sizeof(uint64_t))
+    heads = <uint64_t *>mem_malloc(m, found * sizeof(uint64_t))
     if heads == NULL:
         release_leaves(m, leaf, nr, True)
         why[0] = WHY_NO_MEMORY

@@ -8,7 +8,7 @@ Kernel: struct mm_struct, vm_area_struct, and the system calls of these names.
 """
 from libc.errno cimport EACCES, EAGAIN, EFAULT, EINVAL, ENOMEM
 from libc.stdint cimport uint8_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free
 cimport cython
 from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, touch_pages
 from mmcore.core.fork cimport dup_mmap
@@ -73,12 +73,14 @@ cdef int settings(Memory mem) except -1:
     s = spaces_get(&mem.m)
     if s == NULL:
         raise MemoryError()
-    mem.m.split_mapped = split_mapped
+    if mem.m.split_mapped != NULL:
+        return 0                # said before; faults read it without a lock
     s.thp = _MODES[mem.config["thp"]]
     s.shmem_thp = _MODES[mem.config["shmem_thp"]]
     s.mthp = 0
     for order in mem.config["mthp"]:
         s.mthp |= ONE << <unsigned>order
+    mem.m.split_mapped = split_mapped
     return 0
 
 cdef MM new_mm(Memory mem):
@@ -91,7 +93,7 @@ cdef int mm_setup(MM self, Memory mem) except -1:
     cdef mem_t *m = mem.ptr()
     cdef mm_t *mm
     settings(mem)
-    mm = <mm_t *>calloc(1, sizeof(mm_t))
+    mm = <mm_t *>mem_calloc(m, 1, sizeof(mm_t))
     if mm == NULL:
         raise MemoryError()
     mm.m = m
@@ -351,6 +353,11 @@ cdef class MM:
         if error == -EINVAL:
             raise InvalidArgument(f"madvise({name}) at {at:#x}: the mapping there does not take this advice (its flags, alignment "
                                   "or protection), or nothing there can be collapsed", addr=at)
+        if error == -ENOMEM and at == start and mm.nr_vmas + 2 > MAX_MAP_COUNT and what in (
+                MADV_DONTFORK, MADV_DOFORK, MADV_HUGEPAGE, MADV_NOHUGEPAGE):
+            raise MMError(_errno.ENOMEM, f"madvise({name}) of {start:#x}-{end:#x}: it makes up to 2 mappings more, and there are "
+                                         f"{mm.nr_vmas} of at most {MAX_MAP_COUNT}: give neighbours the same advice, or unmap some. "
+                                         "Nothing was changed", addr=at)
         if error == -ENOMEM and range_hole(mm, start, end) < end:
             raise MMError(_errno.ENOMEM, f"madvise({name}): nothing is mapped at {range_hole(mm, start, end):#x}", addr=at)
         if error == -EAGAIN:

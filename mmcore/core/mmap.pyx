@@ -3,13 +3,13 @@ from libc.errno cimport EEXIST, EINVAL, ENOMEM
 from libc.stdint cimport uint64_t
 from mmcore.core.access cimport access_stop, touch_pages
 from mmcore.core.buddy cimport pool_of, reserve_hugetlb
-from mmcore.core.file cimport File, file_look, file_pages, new_file
+from mmcore.core.file cimport File, file_del_mm, file_look, file_pages, new_file
 from mmcore.core.folio cimport count_arg
 from mmcore.core.hugetlb cimport hugetlb_reserve_file
 from mmcore.core.mm cimport MM, check_mlock
 from mmcore.core.pgtable cimport *
 from mmcore.core.space cimport *
-from mmcore.core.vma cimport do_munmap, find_area, vma_find, vma_insert, vma_lookup
+from mmcore.core.vma cimport do_munmap, find_area, vma_find, vma_lookup, vma_put, vma_ready
 
 import errno as _errno
 
@@ -162,10 +162,19 @@ cdef int mmap_region(mm_t *mm, vma_t *v, uint64_t align, uint64_t flags) noexcep
                 v.flags |= VM_HUGE_RESV
         if error:
             return error
-    if flags & MAP_FIXED:
-        error = do_munmap(mm, v.start, v.end)
+    # All that can fail comes before what was there goes. Unmapping does not lift the count over the limit: it is checked
+    # before it splits, and what it removes is at least what it split.
+    i = vma_find(mm, v.start)
+    if mm.nr_vmas >= MAX_MAP_COUNT and (i == mm.nr_vmas or mm.vma[i].start >= v.end):
+        error = -ENOMEM
     if error == 0:
-        error = vma_insert(mm, v)
+        error = vma_ready(mm, v)
+    if error == 0 and flags & MAP_FIXED:
+        error = do_munmap(mm, v.start, v.end)
+        if error and v.file != NULL:
+            file_del_mm(v.file, mm)
+    if error == 0:
+        vma_put(mm, v)
     if error == 0 and v.flags & VM_PFNMAP:
         error = remap_pfn_range(mm, vma_lookup(mm, v.start), v.start, v.end)
         if error:
@@ -192,7 +201,7 @@ cdef int remap_pfn_range(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexc
             return error
         entry = table_at(m, table) + table_index(&mm.pgd, start, 0)
         table_lock(m, table)
-        if entry[0] == 0:
+        if a64_load_relaxed(entry) == 0:
             table_used(m, table)[0] += 1
         a64_store_release(entry, (file_look(v.file, page_index(mm, v, start)) << PTE_PFN_SHIFT) | bits)
         table_unlock(m, table)

@@ -135,9 +135,10 @@ cdef int do_mremap(mm_t *mm, uint64_t old, uint64_t old_len, uint64_t new_len, u
         more.end = old + new_len
         more.pgoff = v.pgoff + ((v.end - v.start) >> mm.m.page_shift)
         more.has_anon = 0
-        if more.flags & VM_LOCKED:
+        error = vma_insert(mm, &more)
+        if error == 0 and more.flags & VM_LOCKED:
             a64_fetch_add_relaxed(&mm.locked_vm, (new_len - old_len) >> mm.m.page_shift)
-        return vma_insert(mm, &more)
+        return error
     to = find_area(mm, new_len, level_size(&mm.pgd, 1) if new_len >= level_size(&mm.pgd, 1) else ONE << mm.m.page_shift)
     if to == 0:
         return -ENOMEM

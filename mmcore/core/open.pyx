@@ -1,7 +1,6 @@
 """Setting files up: which pool, which device, how much room."""
 from libc.errno cimport ENOMEM
 from libc.stdint cimport uint64_t
-from libc.stdlib cimport calloc
 from mmcore.core.buddy cimport alloc_frames
 from mmcore.core.file cimport File, file_room
 from mmcore.core.pgtable cimport *
@@ -70,7 +69,7 @@ def open_file(File self not None, Memory mem not None, size, name, page_size, de
                 raise MMError(_errno.EBUSY, "another fsdax file has pages of this device")
     if spaces_get(m) == NULL:
         raise MemoryError()
-    f = <file_t *>calloc(1, sizeof(file_t))
+    f = <file_t *>mem_calloc(m, 1, sizeof(file_t))
     if f == NULL:
         raise MemoryError()
     pthread_mutex_init(&f.lock, NULL)

@@ -41,6 +41,7 @@ cdef struct gup_output_t:
 
 cdef struct python_output_t:
     gup_output_t base
+    mem_t *m
     uint64_t *leaf              # kept until the walk is over: Python code must not run under its locks
     uint64_t n
     uint64_t room

@@ -137,7 +137,13 @@ cdef class PageRangesOutput(GupOutput):
 
     cdef object finish(self, Memory mem, bint pins):
         cdef PageRanges ranges = PageRanges.__new__(PageRanges)
-        cdef PageList starts = new_pagelist(self.mem, self.out.n), counts = new_pagelist(self.mem, self.out.n)
+        cdef PageList starts, counts
+        try:
+            starts = new_pagelist(self.mem, self.out.n)
+            counts = new_pagelist(self.mem, self.out.n)
+        except BaseException:
+            self.give_back(&mem.m, pins)
+            raise
         if self.out.n:
             memcpy(filling(starts), self.out.pfn, self.out.n * sizeof(uint64_t))
             memcpy(filling(counts), self.out.count, self.out.n * sizeof(uint64_t))
@@ -151,6 +157,7 @@ cdef class PageRangesOutput(GupOutput):
 # ---- Python code ------------------------------------------------------------------------------------------------------
 cdef struct python_output_t:
     gup_output_t base
+    mem_t *m
     uint64_t *leaf              # kept until the walk is over: Python code must not run under its locks
     uint64_t n
     uint64_t room
@@ -161,7 +168,7 @@ cdef uint64_t python_take(gup_output_t *base, const uint64_t *leaf, uint64_t nr)
     cdef void *at
     if out.n + nr > out.room:
         room = out.n + nr + (out.room >> 1)
-        at = realloc(out.leaf, room * sizeof(uint64_t))
+        at = NULL if inject_fails(out.m, INJECT_LIST) else realloc(out.leaf, room * sizeof(uint64_t))
         if at == NULL:
             base.error = -ENOMEM
             return 0
@@ -199,6 +206,7 @@ cdef class GupOutput:
     cdef gup_output_t *begin(self, Memory mem, uint64_t nr_pages) except NULL:
         self.leaves.n = 0
         self.leaves.base.take = python_take
+        self.leaves.m = mem.ptr()
         self.leaves.base.error = 0
         self.leaves.base.nr_pages = 0
         return &self.leaves.base

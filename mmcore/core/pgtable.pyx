@@ -41,8 +41,7 @@ cdef int walk_enter(pgd_t *g) noexcept nogil:
         a64_fetch_add_relaxed(&g.slot[slot].inside[epoch], <uint64_t>-1)
 
 cdef void walk_leave(pgd_t *g, int token) noexcept nogil:
-    mm_full_barrier()
-    a64_fetch_add_relaxed(&g.slot[token >> 1].inside[token & 1], <uint64_t>-1)
+    a64_fetch_add_release(&g.slot[token >> 1].inside[token & 1], <uint64_t>-1)
 
 cdef void pgd_synchronize(pgd_t *g) noexcept nogil:
     cdef uint64_t old, inside
@@ -76,7 +75,7 @@ cdef uint64_t table_alloc(pgd_t *g) noexcept nogil:
     if pfn == 0:
         return 0
     page_init(&m.map[pfn], m.region[0].zone_flags | (ONE << PG_mm_written), 0)
-    m.map[pfn].page_type = <uint32_t>PGTY_table << 24
+    a32_store_relaxed(&m.map[pfn].page_type, <uint32_t>PGTY_table << 24)
     memset(table_at(m, pfn), 0, <size_t>1 << m.page_shift)
     a32_store_release(&m.map[pfn]._refcount, 1)
     a64_fetch_add_relaxed(&g.nr_tables, 1)
@@ -86,8 +85,8 @@ cdef void frame_put(mem_t *m, uint64_t pfn) noexcept nogil:
     """Free a table's frame, unless somebody holds a speculative reference: then the last one to go frees it."""
     cdef page_t *page = &m.map[pfn]
     cdef uint64_t word
-    page.index = 0
-    page.private = 0
+    a64_store_relaxed(&page.index, 0)
+    a64_store_relaxed(&page.private, 0)
     a64_store_relaxed(&page.lru_next, 0)
     a32_store_relaxed(&page.page_type, NO_TYPE)
     if a32_fetch_sub_acq_rel(&page._refcount, 1) == 1:
@@ -161,7 +160,7 @@ cdef void unlink_below(pgd_t *g, dead_t *dead, uint64_t table, int level, uint64
             if level > 1:
                 unlink_below(g, dead, child, level - 1, at, next, floor, ceiling)
             first = at & ~(span - 1)
-            if first >= floor and first + span <= ceiling and table_used(m, child)[0] == 0:
+            if first >= floor and first + span <= ceiling and a64_load_relaxed(table_used(m, child)) == 0:
                 table_lock(m, table)
                 a64_store_release(entry, 0)
                 table_used(m, table)[0] -= 1

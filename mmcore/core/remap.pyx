@@ -127,7 +127,7 @@ cdef int remap_stretch(mm_t *mm, vma_t *v, uint64_t addr, uint64_t first, uint64
 cdef int unmap_folio(mem_t *m, uint64_t head) noexcept nogil:
     """On failure everything is mapped again as it was, leaves that were split aside."""
     cdef remap_t r
-    cdef uint64_t mapping = m.map[head].mapping, index = m.map[head].index
+    cdef uint64_t mapping = a64_load_relaxed(&m.map[head].mapping), index = a64_load_relaxed(&m.map[head].index)
     r.m, r.old, r.new, r.nr, r.error = m, head, head, ONE << folio_order_of(&m.map[head]), 0
     rmap_walk_anon(m, mapping, index, r.nr, unmap_stretch, &r)
     if r.error == 0 and folio_mapcount_of(&m.map[head]) > 0:
@@ -178,13 +178,13 @@ cdef int clear_stretch(mm_t *mm, vma_t *v, uint64_t addr, uint64_t first, uint64
 cdef void unmap_file_folio(file_t *f, uint64_t head) noexcept nogil:
     cdef remap_t r
     r.m, r.old, r.nr = f.m, head, ONE << folio_order_of(&f.m.map[head])
-    rmap_walk_file(f, f.m.map[head].index, r.nr, clear_stretch, &r)
+    rmap_walk_file(f, a64_load_relaxed(&f.m.map[head].index), r.nr, clear_stretch, &r)
 
 # ---- split -------------------------------------------------------------------------------------------------------------------
 cdef int split_mapped(mem_t *m, uint64_t head, unsigned new_order) noexcept nogil:
     """split() of a folio that page tables map: unmap, split, map the pieces."""
     cdef page_t *page = &m.map[head]
-    cdef uint64_t nr = ONE << folio_order_of(page), mapping = page.mapping, index = page.index
+    cdef uint64_t nr = ONE << folio_order_of(page), mapping = a64_load_relaxed(&page.mapping), index = a64_load_relaxed(&page.index)
     cdef file_t *f
     cdef int error
     if folio_is_hugetlb(page) or page_zone(page) == ZONE_DEVICE or test_flag(page, PG_writeback):
@@ -202,7 +202,7 @@ cdef int split_mapped(mem_t *m, uint64_t head, unsigned new_order) noexcept nogi
     if f == NULL:
         return -EBUSY
     pthread_mutex_lock(&f.lock)
-    if page.mapping != mapping:
+    if a64_load_relaxed(&page.mapping) != mapping:
         error = -EBUSY
     else:
         unmap_file_folio(f, head)
@@ -215,7 +215,7 @@ cdef int reclaim_anon(mem_t *m, uint64_t pfn) noexcept nogil:
     """A small anonymous page, locked, with one reference of ours: to swap, or away when MADV_FREE gave it up and nobody
     wrote since."""
     cdef page_t *page = &m.map[pfn]
-    cdef uint64_t mapping = page.mapping, index = page.index
+    cdef uint64_t mapping = a64_load_relaxed(&page.mapping), index = a64_load_relaxed(&page.index)
     cdef uint32_t ours = 1
     cdef remap_t r
     cdef int error = unmap_folio(m, pfn)
@@ -243,18 +243,18 @@ cdef int reclaim_anon(mem_t *m, uint64_t pfn) noexcept nogil:
 cdef int reclaim_file(mem_t *m, uint64_t pfn) noexcept nogil:
     """A small page of a file, locked, with one reference of ours: tmpfs to swap, ext4 to its disk."""
     cdef page_t *page = &m.map[pfn]
-    cdef file_t *f = file_get(m, page.mapping)
+    cdef file_t *f = file_get(m, a64_load_relaxed(&page.mapping))
     cdef uint64_t slot, index
     cdef uint32_t both = 2
     cdef int error = 0
     if f == NULL:
         return -EBUSY
     pthread_mutex_lock(&f.lock)
-    if page.mapping != f.id << 2 or (f.kind != FILE_TMPFS and f.kind != FILE_EXT4):
+    if a64_load_relaxed(&page.mapping) != f.id << 2 or (f.kind != FILE_TMPFS and f.kind != FILE_EXT4):
         error = -EBUSY
     else:
         unmap_file_folio(f, pfn)
-        index = page.index
+        index = a64_load_relaxed(&page.index)
         if not a32_cas_acq_rel(&page._refcount, &both, 0):
             error = -EAGAIN
         elif f.kind == FILE_TMPFS:
@@ -271,7 +271,7 @@ cdef int reclaim_file(mem_t *m, uint64_t pfn) noexcept nogil:
         if error == 0:
             f.nr_cached -= 1
             clear_dirty(m, pfn)
-            page.mapping = 0
+            a64_store_relaxed(&page.mapping, 0)
             free_folio(m, pfn, 0)
     pthread_mutex_unlock(&f.lock)
     return error
@@ -284,7 +284,7 @@ cdef int reclaim_folio(mem_t *m, uint64_t head) noexcept nogil:
     if not trylock(page):
         put_mapping(m, head, 1)
         return -EBUSY
-    if maybe_dma_pinned(page) or folio_is_hugetlb(page) or page_zone(page) == ZONE_DEVICE or page.mapping == 0 \
+    if maybe_dma_pinned(page) or folio_is_hugetlb(page) or page_zone(page) == ZONE_DEVICE or a64_load_relaxed(&page.mapping) == 0 \
             or test_flag(page, PG_unevictable) or test_flag(page, PG_writeback):
         error = -EBUSY
     elif nr > 1:

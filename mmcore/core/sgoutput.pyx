@@ -1,8 +1,8 @@
 """SGAppendTable as the output of get_user_pages* and pin_user_pages*."""
 cimport cython
-from mmcore.core.hook cimport pin_watchers, pins_changed
+from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t, pins_tell
 from mmcore.core.output cimport GupOutput, leaf_count, leaf_pfn, leaf_word, register_output, release_leaves
-from mmcore.core.walk cimport group_t, next_in_range
+from mmcore.core.walk cimport range_pins
 
 import errno as _errno
 
@@ -67,25 +67,17 @@ cdef void table_release(mem_t *m, sgtable_t *t, uint64_t n, bint pins) noexcept 
     release_entries(m, t.sgl, 0, n, pins)
 
 cdef object tell_entries(Memory mem, sg_t *sg, uint64_t skip, uint64_t n, int sign):
-    cdef group_t g
-    cdef uint64_t pfn, k
-    heads, counts = [], []
+    cdef pins_t pins
+    cdef uint64_t k
+    pins_begin(&pins)
     while n:
-        pfn = sg_first_pfn(sg, mem.m.page_shift) + skip
         k = min(sg_nr_pages(sg, mem.m.page_shift) - skip, n)
+        range_pins(&mem.m, sg_first_pfn(sg, mem.m.page_shift) + skip, k, &pins)
         skip = 0
         n -= k
-        while k:
-            next_in_range(mem.m.map, pfn, k, &g)
-            if g.head != mem.m.zero_pfn:
-                heads.append(g.head)
-                counts.append(g.count)
-            pfn += g.count
-            k -= g.count
         if n:
             sg = following(sg)
-    if heads:
-        pins_changed(mem, heads, counts, sign)
+    pins_tell(mem, &pins, sign)
 
 
 @cython.no_gc_clear

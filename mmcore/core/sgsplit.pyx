@@ -6,7 +6,7 @@ Threads: one at a time a table.
 Kernel: sg_split(), sgl_alloc(), sgl_free().
 """
 from libc.errno cimport EINVAL
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 
 from mmcore.core.buddy cimport alloc_pages
 from mmcore.core.folio cimport count_arg
@@ -122,9 +122,9 @@ def sg_split(sgt, skip, sizes):
     outputs = []
     m = table.read()
     try:
-        want = <uint64_t *>malloc((n + 1) * sizeof(uint64_t))
-        cpu = <cut_t *>malloc((n + 1) * sizeof(cut_t))
-        dma = <cut_t *>malloc((n + 1) * sizeof(cut_t))
+        want = <uint64_t *>mem_malloc(m, (n + 1) * sizeof(uint64_t))
+        cpu = <cut_t *>mem_malloc(m, (n + 1) * sizeof(cut_t))
+        dma = <cut_t *>mem_malloc(m, (n + 1) * sizeof(cut_t))
         if want == NULL or cpu == NULL or dma == NULL:
             raise MMError(_errno.ENOMEM, f"no memory to lay out {n} outputs")
         for k in range(n):

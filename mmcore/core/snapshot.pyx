@@ -12,6 +12,7 @@ from mmcore.core.space cimport spaces_of, spaces_t
 import errno as _errno
 import json
 import zipfile
+import zlib
 
 import numpy as np
 
@@ -111,7 +112,7 @@ def _read(path):
         if isinstance(e, (FileNotFoundError, PermissionError, IsADirectoryError)):
             raise
         raise _foreign(path, e) from None
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as e:
         raise _foreign(path, f"{type(e).__name__}: {e}") from None
     return arrays, meta, config
 

@@ -259,4 +259,4 @@ cdef int file_register(file_t *f) noexcept nogil
 cdef void file_unregister(file_t *f) noexcept nogil
 cdef void mm_register(mm_t *mm) noexcept nogil
 cdef void mm_unregister(mm_t *mm) noexcept nogil
-cdef bint grow(void **array, uint64_t *room, uint64_t wanted, uint64_t item) noexcept nogil
+cdef bint grow(mem_t *m, void **array, uint64_t *room, uint64_t wanted, uint64_t item) noexcept nogil

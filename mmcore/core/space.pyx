@@ -66,10 +66,15 @@ for _names in (PROT, MAP, MADV):
     globals().update({f"{_names.__name__}_{name}": value for name, value in _names.__members__.items()})
     __all__ += [f"{_names.__name__}_{name}" for name in _names.__members__]
 
-cdef bint grow(void **array, uint64_t *room, uint64_t wanted, uint64_t item) noexcept nogil:
-    """Make room for `wanted` items in an array that grows by half; False when there is no memory."""
+cdef bint grow(mem_t *m, void **array, uint64_t *room, uint64_t wanted, uint64_t item) noexcept nogil:
+    """Make room for `wanted` items in an array that grows by half; False when there is no memory.
+
+    A failure can be injected into each call, also into one that has the room: what follows must not depend on history.
+    """
     cdef uint64_t size = room[0] + (room[0] >> 1) + 8
     cdef void *at
+    if mm_unlikely(inject_fails(m, INJECT_ALLOC)):
+        return False
     if wanted <= room[0]:
         return True
     if size < wanted:
@@ -108,7 +113,7 @@ cdef spaces_t *spaces_get(mem_t *m) noexcept nogil:
     cdef spaces_t *s = spaces_of(m)
     if s != NULL:
         return s
-    s = <spaces_t *>calloc(1, sizeof(spaces_t))
+    s = <spaces_t *>mem_calloc(m, 1, sizeof(spaces_t))
     if s == NULL:
         return NULL
     pthread_mutex_init(&s.lock, NULL)
@@ -117,8 +122,8 @@ cdef spaces_t *spaces_get(mem_t *m) noexcept nogil:
     s.nr_families = 1
     s.nr_files = 1
     s.swap.nr_slots = 1
-    if not grow(<void **>&s.family, &s.families_room, 1, sizeof(void *)) \
-            or not grow(<void **>&s.file, &s.files_room, 1, sizeof(void *)):
+    if not grow(m, <void **>&s.family, &s.families_room, 1, sizeof(void *)) \
+            or not grow(m, <void **>&s.file, &s.files_room, 1, sizeof(void *)):
         free(s.family)
         free(s)
         return NULL
@@ -133,12 +138,12 @@ cdef spaces_t *spaces_get(mem_t *m) noexcept nogil:
 cdef int family_join(mm_t *mm, family_t *family) noexcept nogil:
     cdef spaces_t *s = spaces_of(mm.m)
     if family == NULL:
-        family = <family_t *>calloc(1, sizeof(family_t))
+        family = <family_t *>mem_calloc(mm.m, 1, sizeof(family_t))
         if family == NULL:
             return -ENOMEM
         pthread_mutex_init(&family.lock, NULL)
         pthread_mutex_lock(&s.lock)
-        if not grow(<void **>&s.family, &s.families_room, s.nr_families + 1, sizeof(void *)):
+        if not grow(mm.m, <void **>&s.family, &s.families_room, s.nr_families + 1, sizeof(void *)):
             pthread_mutex_unlock(&s.lock)
             free(family)
             return -ENOMEM
@@ -234,7 +239,7 @@ cdef int file_register(file_t *f) noexcept nogil:
     cdef spaces_t *s = spaces_of(f.m)
     cdef int error = 0
     pthread_mutex_lock(&s.lock)
-    if grow(<void **>&s.file, &s.files_room, s.nr_files + 1, sizeof(void *)):
+    if grow(f.m, <void **>&s.file, &s.files_room, s.nr_files + 1, sizeof(void *)):
         f.id = s.nr_files
         s.file[s.nr_files] = f
         s.nr_files += 1

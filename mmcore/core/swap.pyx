@@ -1,19 +1,22 @@
 """The model's swap."""
 from libc.stdint cimport uint8_t, uint32_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memcpy
 from mmcore.core.space cimport grow, spaces_of, swap_t
 
-cdef uint64_t slot_take(swap_t *s) noexcept nogil:
+cdef uint64_t slot_take(mem_t *m, swap_t *s) noexcept nogil:
     """A free slot, or 0. Under s.lock."""
     cdef uint64_t room_count, room_bytes
     if s.nr_free:
         s.nr_free -= 1
         return s.free[s.nr_free]
     room_count = room_bytes = s.room
-    if not grow(<void **>&s.count, &room_count, s.nr_slots + 1, sizeof(uint32_t)):
+    if not grow(m, <void **>&s.count, &room_count, s.nr_slots + 1, sizeof(uint32_t)):
         return 0
-    if not grow(<void **>&s.bytes, &room_bytes, s.nr_slots + 1, sizeof(void *)):
+    if not grow(m, <void **>&s.bytes, &room_bytes, s.nr_slots + 1, sizeof(void *)):
+        return 0
+    # Room to note it as free later on: giving a slot back cannot fail then.
+    if not grow(m, <void **>&s.free, &s.free_room, s.nr_slots + 1, sizeof(uint64_t)):
         return 0
     s.room = room_bytes
     if s.nr_slots == 1:
@@ -27,12 +30,12 @@ cdef uint64_t swap_store(mem_t *m, uint64_t pfn, uint64_t count) noexcept nogil:
     cdef uint8_t *bytes = NULL
     cdef uint64_t slot, size = ONE << m.page_shift
     if test_flag(&m.map[pfn], PG_mm_written):
-        bytes = <uint8_t *>malloc(size)
+        bytes = <uint8_t *>mem_malloc(m, size)
         if bytes == NULL:
             return 0
         memcpy(bytes, page_bytes(m, pfn), size)
     pthread_mutex_lock(&s.lock)
-    slot = slot_take(s)
+    slot = slot_take(m, s)
     if slot:
         s.count[slot] = <uint32_t>count
         s.bytes[slot] = bytes
@@ -63,10 +66,8 @@ cdef void swap_free(mem_t *m, uint64_t slot, uint64_t count) noexcept nogil:
     if s.count[slot] == 0:
         free(s.bytes[slot])
         s.bytes[slot] = NULL
-        # A slot that cannot be noted as free is lost until the Memory closes.
-        if grow(<void **>&s.free, &s.free_room, s.nr_free + 1, sizeof(uint64_t)):
-            s.free[s.nr_free] = slot
-            s.nr_free += 1
+        s.free[s.nr_free] = slot
+        s.nr_free += 1
         s.nr_used -= 1
     pthread_mutex_unlock(&s.lock)
 

@@ -20,7 +20,7 @@ cdef int touch_table(mm_t *mm, vma_t *v, uint64_t *at, uint64_t end, bint write,
     entry = table_at(m, table) + table_index(g, addr, 0)
     table_lock(m, table)
     while i < nr:
-        e = entry[i]
+        e = a64_load_relaxed(&entry[i])
         if e & allowed == allowed:
             if e & bits != bits:
                 a64_store_relaxed(&entry[i], e | bits)
@@ -39,7 +39,7 @@ cdef int touch_table(mm_t *mm, vma_t *v, uint64_t *at, uint64_t end, bint write,
                 k = 1
             else:
                 k = 1
-                while i + k < nr and entry[i + k] == 0:
+                while i + k < nr and a64_load_relaxed(&entry[i + k]) == 0:
                     k += 1
             n = anon_run(mm, v, entry + i, addr + (i << m.page_shift), k, write)
             filled += n

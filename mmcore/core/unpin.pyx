@@ -8,7 +8,7 @@ Kernel: the functions of these names in gup.c and swap.c.
 """
 from libc.errno cimport EINTR, ENOMEM
 from mmcore.core.buddy cimport free_folio
-from mmcore.core.hook cimport pin_watchers, pins_changed
+from mmcore.core.hook cimport pin_tell, pin_watchers, pins_begin, pins_end, pins_t, pins_tell
 from mmcore.core.pagelist cimport as_pages, new_pagelist, filling, pagelist_view
 
 import errno as _errno
@@ -65,11 +65,20 @@ cdef int sanity_check_pinned_pages(Memory mem, const uint64_t *pfns, uint64_t n)
                           "(debug=True). Nothing was changed", pfn=pfns[i])
     return 0
 
-cdef object watched_runs(object pages, uint64_t n):
-    """(heads, counts) of the first n pages for those who watch pins; the zero page is not among them."""
-    cdef PageList plist = pages.to_pagelist() if isinstance(pages, PageRanges) else pages
-    heads, counts = folio_runs(pagelist_view(plist, 0, n))
-    return heads[heads != plist.mem.m.zero_pfn], counts[heads != plist.mem.m.zero_pfn]
+cdef void pins_in(PageList plist, PageRanges ranges, uint64_t n, pins_t *pins) noexcept:
+    """Note the first n pages of a list, or of ranges where there are some, for those who watch pins."""
+    cdef mem_t *m = &plist.mem.m
+    cdef uint64_t i = 0, k
+    pins_begin(pins)
+    with nogil:
+        if ranges is None:
+            list_pins(m, plist.p, n, pins)
+        else:
+            while n:
+                k = min(ranges.count[i], n)
+                range_pins(m, plist.p[i], k, pins)
+                n -= k
+                i += 1
 
 cdef object release_pages_of(object pages, object npages, int gen, bint pins, bint make_dirty, bint sanity, str call):
     """Release the first npages of a PageList or PageRanges: the body of every def function on lists below."""
@@ -77,6 +86,8 @@ cdef object release_pages_of(object pages, object npages, int gen, bint pins, bi
     cdef PageRanges ranges = None
     cdef Memory mem
     cdef batch_t b
+    cdef pins_t taken
+    cdef bint watched
     cdef uint64_t n, total, i, done, left, k, nr_runs = 0
     pages = as_pages(pages)
     mem = pages.mem
@@ -100,7 +111,9 @@ cdef object release_pages_of(object pages, object npages, int gen, bint pins, bi
             plist = ranges.to_pagelist()
             ranges = None
         sanity_check_pinned_pages(mem, plist.p, n)
-    watched = watched_runs(pages, n) if mm_unlikely(pin_watchers) and pins else None
+    watched = mm_unlikely(pin_watchers) and pins
+    if watched:
+        pins_in(plist, ranges, n, &taken)
     cdef mem_t *m = mem.enter()
     with nogil:
         done = 0
@@ -130,12 +143,14 @@ cdef object release_pages_of(object pages, object npages, int gen, bint pins, bi
         if b.error != -ENOMEM:
             batch_finish(&b)
     mem.leave()
+    if watched and b.error:
+        pins_end(&taken)
     if b.error == -ENOMEM:
         raise no_room(n)
     if b.error:
         raise failed(mem, &b, call)
-    if watched is not None:
-        pins_changed(mem, watched[0], watched[1], -1)
+    if watched:
+        pins_tell(mem, &taken, -1)
 
 cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, str call):
     """Drop pins of one folio: the body of the functions that take a page or a folio."""
@@ -168,7 +183,7 @@ cdef object release_one(Memory mem, uint64_t pfn, uint64_t nr, bint make_dirty, 
     if result == FREED:
         free_folio(m, pfn, folio_order_of(head))
     if mm_unlikely(pin_watchers):
-        pins_changed(mem, (pfn,), (nr,), -1)
+        pin_tell(mem, pfn, nr, -1)
 
 
 # ---- iterators ----------------------------------------------------------------------------------------------------------------------
@@ -334,11 +349,15 @@ def unpin_user_page_range_dirty_lock(page, npages, make_dirty):
     """
     cdef uint64_t pfn, n, done = 0
     cdef Memory mem = range_arg(page, npages, &pfn, &n)
-    cdef bint dirty = bool(make_dirty)
+    cdef bint dirty = bool(make_dirty), watched
     cdef batch_t b
+    cdef pins_t taken
     if n == 0:
         return
-    watched = watched_runs(PageList(mem, range(pfn, pfn + n)), n) if mm_unlikely(pin_watchers) else None
+    watched = pin_watchers != 0
+    if mm_unlikely(watched):
+        pins_begin(&taken)
+        range_pins(&mem.m, pfn, n, &taken)
     cdef mem_t *m = mem.enter()
     with nogil:
         b.error = batch_begin(&b, m, n, True, dirty)
@@ -349,12 +368,14 @@ def unpin_user_page_range_dirty_lock(page, npages, make_dirty):
                 undo_end(&b)
             batch_finish(&b)
     mem.leave()
+    if watched and b.error:
+        pins_end(&taken)
     if b.error == -ENOMEM:
         raise no_room(n)
     if b.error:
         raise failed(mem, &b, "unpin_user_page_range_dirty_lock()")
-    if watched is not None:
-        pins_changed(mem, watched[0], watched[1], -1)
+    if watched:
+        pins_tell(mem, &taken, -1)
 
 
 def unpin_user_folio(folio, npages):
@@ -437,6 +458,7 @@ def grab_pages(pages, flags=FOLL_PIN):
     cdef uint64_t done = 0, failed_at = 0, i = 0
     cdef int error
     cdef batch_t b
+    cdef pins_t taken
     if bits & FOLL_GET and bits & FOLL_PIN or not bits & (FOLL_GET | FOLL_PIN):
         raise InvalidArgument("flags must have one of FOLL_GET and FOLL_PIN")
     if n == 0:
@@ -475,5 +497,5 @@ def grab_pages(pages, flags=FOLL_PIN):
     if error:
         raise grab_error(mem, error, failed_at)
     if mm_unlikely(pin_watchers) and bits & FOLL_PIN:
-        watched = watched_runs(pages, n)
-        pins_changed(mem, watched[0], watched[1], 1)
+        pins_in(plist, ranges, n, &taken)
+        pins_tell(mem, &taken, 1)

@@ -36,6 +36,8 @@ cdef inline uint64_t range_hole(const mm_t *mm, uint64_t start, uint64_t end) no
     return end
 
 cdef int vma_insert(mm_t *mm, const vma_t *v) noexcept nogil        # merges with its neighbours; 0, -ENOMEM
+cdef int vma_ready(mm_t *mm, const vma_t *v) noexcept nogil         # what of it can fail, also with a do_munmap() between;
+cdef void vma_put(mm_t *mm, const vma_t *v) noexcept nogil          # ... and the rest; or file_del_mm() undoes it
 cdef int vma_split(mm_t *mm, uint64_t i, uint64_t addr) noexcept nogil      # addr starts VMA i + 1 after; 0, -ENOMEM, -EINVAL
 cdef void vma_remove(mm_t *mm, uint64_t first, uint64_t last) noexcept nogil    # [first, last) out of the array
 cdef void vma_merge(mm_t *mm, uint64_t start, uint64_t end) noexcept nogil  # neighbours from the one before start to the one after end

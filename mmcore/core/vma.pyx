@@ -17,9 +17,9 @@ cdef bint room_for(mm_t *mm, uint64_t nr) noexcept nogil:
     if mm.nr_vmas + nr > MAX_MAP_COUNT:
         return False
     if mm.nr_vmas + nr <= mm.vmas_room:
-        return True
+        return not inject_fails(mm.m, INJECT_ALLOC)
     pthread_mutex_lock(&mm.rmap_lock)
-    ok = grow(<void **>&mm.vma, &mm.vmas_room, mm.nr_vmas + nr, sizeof(vma_t))
+    ok = grow(mm.m, <void **>&mm.vma, &mm.vmas_room, mm.nr_vmas + nr, sizeof(vma_t))
     pthread_mutex_unlock(&mm.rmap_lock)
     return ok
 
@@ -51,19 +51,30 @@ cdef void vma_merge(mm_t *mm, uint64_t start, uint64_t end) noexcept nogil:
         if f != NULL:
             file_del_mm(f, mm)
 
+cdef int vma_ready(mm_t *mm, const vma_t *v) noexcept nogil:
+    cdef bint ok
+    pthread_mutex_lock(&mm.rmap_lock)
+    ok = grow(mm.m, <void **>&mm.vma, &mm.vmas_room, mm.nr_vmas + 3, sizeof(vma_t))
+    pthread_mutex_unlock(&mm.rmap_lock)
+    return 0 if ok and (v.file == NULL or file_add_mm(v.file, mm) == 0) else -ENOMEM
+
 cdef int vma_insert(mm_t *mm, const vma_t *v) noexcept nogil:
-    cdef uint64_t i
-    cdef uint64_t start = v.start, end = v.end
-    if not room_for(mm, 1) or (v.file != NULL and file_add_mm(v.file, mm) != 0):
+    cdef int error
+    if mm.nr_vmas >= MAX_MAP_COUNT:
         return -ENOMEM
-    i = vma_find(mm, start)
+    error = vma_ready(mm, v)
+    if error == 0:
+        vma_put(mm, v)
+    return error
+
+cdef void vma_put(mm_t *mm, const vma_t *v) noexcept nogil:
+    cdef uint64_t start = v.start, end = v.end, i = vma_find(mm, start)
     pthread_mutex_lock(&mm.rmap_lock)
     memmove(&mm.vma[i + 1], &mm.vma[i], (mm.nr_vmas - i) * sizeof(vma_t))
     mm.vma[i] = v[0]
     mm.nr_vmas += 1
     pthread_mutex_unlock(&mm.rmap_lock)
     vma_merge(mm, start, end)
-    return 0
 
 cdef uint64_t vma_granule(const mm_t *mm, const vma_t *v) noexcept nogil:
     if v.flags & VM_HUGETLB:
@@ -82,10 +93,12 @@ cdef int vma_split(mm_t *mm, uint64_t i, uint64_t addr) noexcept nogil:
     if not room_for(mm, 1):
         return -ENOMEM
     v = &mm.vma[i]
+    if v.file != NULL and file_add_mm(v.file, mm) != 0:
+        return -ENOMEM
     error = split_at(mm, v, addr)
-    if error == 0 and v.file != NULL:
-        error = file_add_mm(v.file, mm)
     if error:
+        if v.file != NULL:
+            file_del_mm(v.file, mm)
         return error
     pthread_mutex_lock(&mm.rmap_lock)
     memmove(&mm.vma[i + 1], &mm.vma[i], (mm.nr_vmas - i) * sizeof(vma_t))
@@ -101,6 +114,8 @@ cdef void vma_remove(mm_t *mm, uint64_t first, uint64_t last) noexcept nogil:
     for i in range(first, last):
         if mm.vma[i].file != NULL:
             file_del_mm(mm.vma[i].file, mm)
+    if first == last:
+        return              # there may be no array yet
     pthread_mutex_lock(&mm.rmap_lock)
     memmove(&mm.vma[first], &mm.vma[last], (mm.nr_vmas - last) * sizeof(vma_t))
     mm.nr_vmas -= last - first

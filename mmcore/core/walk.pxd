@@ -17,6 +17,7 @@ from mmcore.core.memory cimport *
 from mmcore.core.folio cimport *
 from mmcore.core.lock cimport *
 from mmcore.core.buddy cimport freed_word, free_folios
+from mmcore.core.hook cimport pins_add, pins_t
 from mmcore.core.pagelist cimport PageList, PageRanges
 
 cdef enum generation:
@@ -118,6 +119,27 @@ cdef inline void next_head(const page_t *map, const uint64_t *pfns, uint64_t n, 
 cdef inline void next_in_range(const page_t *map, uint64_t pfn, uint64_t n, group_t *g) noexcept nogil:
     g.nr_pages = folio_at(map, pfn, &g.head)
     g.count = remaining_pages(g.head, g.nr_pages, pfn, n)
+
+# ---- for those who watch pins: folios and pins of each, NULL and the zero page left out
+cdef inline void range_pins(mem_t *m, uint64_t pfn, uint64_t n, pins_t *pins) noexcept nogil:
+    cdef group_t g
+    if pfn == 0:
+        return
+    while n:
+        next_in_range(m.map, pfn, n, &g)
+        if g.head != m.zero_pfn:
+            pins_add(pins, g.head, g.count)
+        pfn += g.count
+        n -= g.count
+
+cdef inline void list_pins(mem_t *m, const uint64_t *pfns, uint64_t n, pins_t *pins) noexcept nogil:
+    cdef group_t g
+    cdef uint64_t i = 0
+    while i < n:
+        next_run(m.map, pfns + i, n - i, &g)
+        if g.head and g.head != m.zero_pfn:
+            pins_add(pins, g.head, g.count)
+        i += g.count
 
 # ---- batches: begin, any number of releases, then finish. A batch that failed is undone first, if it may be -------------
 # Undoing takes pins again that were dropped a moment ago; that is sound as long as no frame can have been freed and used

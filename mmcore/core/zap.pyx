@@ -68,14 +68,14 @@ cdef inline bint zap_fast(zap_t *z, uint64_t pfn) noexcept nogil:
     cdef uint64_t flags = a64_load_relaxed(&page.flags), both = MAPPED_ONCE
     cdef uint64_t stop = (ONE << PG_locked) | (ONE << PG_writeback) | (ONE << PG_head) | (ONE << PG_reserved) \
         | (ONE << PG_hwpoison) | (ONE << PG_waiters)
-    if mm_unlikely(flags & stop or not page.mapping & FOLIO_MAPPING_ANON or page.compound_info & 1):
+    if mm_unlikely(flags & stop or not a64_load_relaxed(&page.mapping) & FOLIO_MAPPING_ANON or page_is_tail(page)):
         return False
     if mm_unlikely(not a64_cas_acq_rel(&page._mapcount, &both, UNMAPPED_FREE)):
         return False
     a64_store_relaxed(&page.flags, flags & ~((ONE << ZONE_SHIFT) - 1))
-    page.mapping = 0
-    page.index = 0
-    page.private = 0
+    a64_store_relaxed(&page.mapping, 0)
+    a64_store_relaxed(&page.index, 0)
+    a64_store_relaxed(&page.private, 0)
     z.anon += 1
     small_done(z, pfn)
     return True
@@ -102,7 +102,7 @@ cdef uint64_t zap_large(zap_t *z, uint64_t *entry, uint64_t left) noexcept nogil
     cdef int64_t *rss = rss_word(z, &m.map[head])
     cdef bint dirty = False
     while nr < left and pfn + nr < end:
-        e = entry[nr]
+        e = a64_load_relaxed(&entry[nr])
         if not pte_present(e) or e & PTE_SPECIAL or pte_pfn(e) != pfn + nr:
             break
         dirty = dirty or (e & PTE_DIRTY) != 0
@@ -117,7 +117,7 @@ cdef uint64_t zap_large(zap_t *z, uint64_t *entry, uint64_t left) noexcept nogil
 
 cdef void zap_ptes(zap_t *z, uint64_t table, uint64_t addr, uint64_t end) noexcept nogil:
     cdef mem_t *m = z.m
-    cdef uint64_t i, k, e, pfn, nr = (end - addr) >> m.page_shift, gone = 0
+    cdef uint64_t i, k, e, pfn, ahead, nr = (end - addr) >> m.page_shift, gone = 0
     cdef uint64_t *entry = table_at(m, table) + table_index(&z.mm.pgd, addr, 0)
     table_lock(m, table)
     if table_used(m, table)[0] == 0:
@@ -125,13 +125,14 @@ cdef void zap_ptes(zap_t *z, uint64_t table, uint64_t addr, uint64_t end) noexce
         return
     i = 0
     while i < nr:
-        e = entry[i]
+        e = a64_load_relaxed(&entry[i])
         if e == 0:
             i += 1
             continue
         k = 1
-        if i + 8 < nr and entry[i + 8] & PTE_PRESENT and pte_pfn(entry[i + 8]) < m.nr_pages:
-            prefetch_write(&m.map[pte_pfn(entry[i + 8])])
+        ahead = a64_load_relaxed(&entry[i + 8]) if i + 8 < nr else 0
+        if ahead & PTE_PRESENT and pte_pfn(ahead) < m.nr_pages:
+            prefetch_write(&m.map[pte_pfn(ahead)])
         if not pte_present(e):
             a64_store_relaxed(&entry[i], 0)
             if swp_type(e) == SWP_TYPE_SWAP:
@@ -144,7 +145,7 @@ cdef void zap_ptes(zap_t *z, uint64_t table, uint64_t addr, uint64_t end) noexce
             a64_store_relaxed(&entry[i], 0)
             if not zap_fast(z, pfn):
                 if page_is_tail(&m.map[pfn]) or page_is_head(&m.map[pfn]):
-                    entry[i] = e
+                    a64_store_relaxed(&entry[i], e)
                     k = zap_large(z, entry + i, nr - i)
                 else:
                     zap_small(z, pfn, (e & PTE_DIRTY) != 0)
@@ -202,7 +203,7 @@ cdef void zap_table(zap_t *z, uint64_t table, int level, uint64_t start, uint64_
     so that a table stays a table; a leaf may be split meanwhile, and is looked at again under the lock."""
     cdef mem_t *m = z.m
     cdef pgd_t *g = &z.mm.pgd
-    cdef uint64_t at = start, next, e
+    cdef uint64_t at = start, next, e, ahead
     cdef uint64_t *entry
     if level == 0:
         zap_ptes(z, table, start, end)
@@ -211,15 +212,17 @@ cdef void zap_table(zap_t *z, uint64_t table, int level, uint64_t start, uint64_
         next = level_end(g, at, end, level)
         entry = table_at(m, table) + table_index(g, at, level)
         e = a64_load_acquire(entry)
-        if e & PTE_PSE and at + 8 * level_size(g, level) < end and entry[8] & PTE_PSE and (<uint64_t>entry & 0xfff) < 0xfc0:
-            if pte_pfn(entry[8]) < m.nr_ram:
-                prefetch_write(&m.map[pte_pfn(entry[8])])
-                prefetch_write(&m.map[pte_pfn(entry[8]) + 1])
+        if e & PTE_PSE and at + 8 * level_size(g, level) < end and (<uint64_t>entry & 0xfff) < 0xfc0:
+            ahead = a64_load_relaxed(entry + 8)
+            if ahead & PTE_PSE and pte_pfn(ahead) < m.nr_ram:
+                prefetch_write(&m.map[pte_pfn(ahead)])
+                prefetch_write(&m.map[pte_pfn(ahead) + 1])
         if e != 0 and not pte_table(e, level):
             table_lock(m, table)
             e = a64_load_relaxed(entry)
             if e != 0 and not pte_table(e, level):
-                a64_store_relaxed(entry, 0)
+                # Taken and cleared at once: the processor may be marking it accessed or dirty.
+                e = a64_exchange_acq_rel(entry, 0)
                 table_used(m, table)[0] -= 1
                 zap_one(z, e, level)
             table_unlock(m, table)
@@ -241,7 +244,7 @@ cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
     cdef mem_t *m = mm.m
     cdef pgd_t *g = &mm.pgd
     cdef int level = 1
-    cdef uint64_t table, e, new, pfn, bits, i, nr = ONE << g.bits
+    cdef uint64_t table, e, new, pfn, bits, i, marked, nr = ONE << g.bits
     cdef uint64_t *entry = walk_find(g, addr, &level, &table)
     cdef uint64_t *pte
     cdef page_t *head
@@ -287,7 +290,11 @@ cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
             a32_fetch_add_relaxed(&as_folio(head)._large_mapcount, <uint32_t>nr)
             leaf_unmap(head)
     table_used(m, new)[0] = nr
-    a64_store_release(entry, (new << PTE_PFN_SHIFT) | PTE_PRESENT | PTE_RW | PTE_USER | PTE_ACCESSED)
+    # What the processor marked meanwhile, it marked for some page of the leaf: for all, as the leaf did.
+    marked = a64_exchange_acq_rel(entry, (new << PTE_PFN_SHIFT) | PTE_PRESENT | PTE_RW | PTE_USER | PTE_ACCESSED) & ~e
+    if mm_unlikely(marked):
+        for i in range(nr):
+            a64_fetch_or_relaxed(&pte[i], marked & (PTE_ACCESSED | PTE_DIRTY | PTE_SOFT_DIRTY))
     table_unlock(m, table)
     return 0
 

@@ -32,6 +32,8 @@ _WRITES = IB_ACCESS.LOCAL_WRITE | IB_ACCESS.REMOTE_WRITE | IB_ACCESS.REMOTE_ATOM
 _ALL = 0
 for _flag in IB_ACCESS:
     _ALL |= _flag.value
+    globals()[f"IB_ACCESS_{_flag.name}"] = _flag
+    __all__.append(f"IB_ACCESS_{_flag.name}")
 
 
 def ib_access_writable(access):

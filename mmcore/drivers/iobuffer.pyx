@@ -13,14 +13,14 @@ Raises: TypeError, InvalidArgument.
 Threads: any number at once; a lock a table and its clones.
 Kernel: struct io_mapped_ubuf, io_check_coalesce_buffer().
 """
-from libc.errno cimport EINTR, ENOMEM
+from libc.errno cimport EFAULT, EINTR, ENOMEM
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 from mmcore.core.folio cimport bad_page, count_arg
 from mmcore.core.gup cimport gup_pages
 from mmcore.core.gup_args cimport gup_error
 from mmcore.core.gup_walk cimport gup_t
-from mmcore.core.hook cimport pin_watchers, pins_changed
+from mmcore.core.hook cimport pin_watchers, pins_add, pins_begin, pins_t, pins_tell
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.mm cimport MM
 from mmcore.core.output cimport leaf_count, leaf_pfn, leaf_word, release_leaves
@@ -288,21 +288,21 @@ cdef void drop_quietly(mem_t *m, const buffer_t *u) noexcept:
             n -= g.count
 
 cdef object tell_bvecs(RegisteredBuffer buf, int sign):
+    cdef mem_t *m = &buf.mem.m
     cdef uint64_t i, pfn, n
     cdef group_t g
-    heads, counts = [], []
+    cdef pins_t pins
+    pins_begin(&pins)
     for i in range(buf.u.nr_runs):
         pfn, n = leaf_pfn(buf.u.run[i]), leaf_count(buf.u.run[i])
         while n:
-            next_in_range(buf.mem.m.map, pfn, n, &g)
-            if g.head != buf.mem.m.zero_pfn:
-                heads.append(g.head)
-                counts.append(1 if buf.u.coalesced else g.count)
+            next_in_range(m.map, pfn, n, &g)
+            if g.head != m.zero_pfn:
+                pins_add(&pins, g.head, 1 if buf.u.coalesced else g.count)
             pfn += g.count
             n -= g.count
-    if heads:
-        with holding(f"io_uring buffer {buf.address:#x}+{buf.length:#x}"):
-            pins_changed(buf.mem, heads, counts, sign)
+    with holding(f"io_uring buffer {buf.address:#x}+{buf.length:#x}"):
+        pins_tell(buf.mem, &pins, sign)
 
 cdef object release_buffers(Memory mem, list buffers):
     """Release buffers that leave their last table: one batch, all or nothing. Raises BadPage, MMError(ENOMEM)."""
@@ -314,7 +314,7 @@ cdef object release_buffers(Memory mem, list buffers):
     cdef mem_t *m
     if n == 0:
         return
-    u = <buffer_t **>malloc(n * sizeof(buffer_t *))
+    u = <buffer_t **>mem_malloc(&mem.m, n * sizeof(buffer_t *))
     if u == NULL:
         raise MemoryError()
     for i in range(n):

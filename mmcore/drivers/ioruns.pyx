@@ -1,6 +1,6 @@
 """Runs of pages of a registered buffer."""
 from libc.errno cimport ENOMEM
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdlib cimport free, realloc
 from mmcore.core.output cimport LEAF_MAX_PAGES, LEAF_PFN_BITS, leaf_count, leaf_pfn, leaf_word
 
 # ---- runs -------------------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ cdef inline uint64_t slot_of(const uses_t *s, uint64_t head) noexcept nogil:
         at = (at + 1) & (s.size - 1)
     return at
 
-cdef bint more_slots(uses_t *s) noexcept nogil:
+cdef bint more_slots(mem_t *m, uses_t *s) noexcept nogil:
     """Make room, and forget the heads that nobody uses."""
     cdef uses_t new
     cdef uint64_t i, at
@@ -141,8 +141,8 @@ cdef bint more_slots(uses_t *s) noexcept nogil:
         new.filled += s.count[i] != 0
     while new.size < 4 * (new.filled + 1):
         new.size *= 2
-    new.head = <uint64_t *>calloc(new.size, sizeof(uint64_t))
-    new.count = <uint64_t *>calloc(new.size, sizeof(uint64_t))
+    new.head = <uint64_t *>mem_calloc(m, new.size, sizeof(uint64_t))
+    new.count = <uint64_t *>mem_calloc(m, new.size, sizeof(uint64_t))
     if new.head == NULL or new.count == NULL:
         free(new.head)
         free(new.count)
@@ -168,7 +168,7 @@ cdef int64_t use_folios(mem_t *m, uses_t *s, const buffer_t *u, uint64_t *visite
             if g.nr_pages == 1:
                 pages += g.count
             else:
-                if 2 * s.filled >= s.size and not more_slots(s):
+                if 2 * s.filled >= s.size and not more_slots(m, s):
                     return -ENOMEM
                 at = slot_of(s, g.head)
                 if s.head[at] == 0:

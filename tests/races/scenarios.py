@@ -1,0 +1,276 @@
+"""Small scenarios of two or three actors on the real code paths, and what must hold at the end of each.
+
+A class makes a world; actors() are the calls that race; end() says what is lawful. An actor may be refused in ways that its
+comment names. Lines show one interleaving, top to bottom.
+"""
+import errno
+
+import mmcore as mmc
+from mmcore import FOLL_LONGTERM, FOLL_WRITE, MM, BadPage, Memory, MMError
+
+PAGE, HUGE = 4096, 2 << 20
+
+
+class World:
+    config = {}
+    size = "8M"
+
+    def __init__(self):
+        self.mem = Memory(self.size, **self.config)
+        self.free = self.mem.vmstat()["nr_free_pages"]
+        self.build()
+
+    def build(self):
+        pass
+
+    def over(self):
+        """Everything is released: lawful and empty."""
+        self.mem.check()
+        stat = self.mem.vmstat()
+        assert stat["nr_foll_pin_acquired"] == stat["nr_foll_pin_released"], "pins are left"
+        assert stat["nr_free_pages"] == self.free, f"{self.free - stat['nr_free_pages']} frames are not free"
+        self.mem.close()
+
+
+def may(errors, call, *args, **kwargs):
+    """The call's result, or None when it is refused with one of these errno."""
+    try:
+        return call(*args, **kwargs)
+    except MMError as error:
+        if error.errno not in errors:
+            raise
+
+
+class GrabAgainstLastPut(World):
+    """
+        holder   folio_put, the last one
+        taker    try_grab_folio                ENOMEM when it comes too late, BadPage when the frame is seen free at once
+    """
+    def build(self):
+        self.folio, self.got = mmc.folio_alloc(self.mem, 2), False
+
+    def take(self):
+        try:
+            mmc.try_grab_folio(self.folio, 1)
+            self.got = True
+        except MMError as error:
+            assert error.errno == errno.ENOMEM
+
+    def actors(self):
+        return [lambda: mmc.folio_put(self.folio), self.take]
+
+    def end(self):
+        if self.got:
+            assert self.folio.refcount == 1 and self.folio.pincount == 1
+            mmc.unpin_folio(self.folio)
+        self.over()
+
+
+class GrabSmallAgainstLastPut(GrabAgainstLastPut):
+    """The same with a small folio, where a pin is 1024 references."""
+    def build(self):
+        self.folio, self.got = mmc.folio_alloc(self.mem, 0), False
+
+    def end(self):
+        if self.got:
+            assert self.folio.refcount == 1024
+            mmc.unpin_folio(self.folio)
+        self.over()
+
+
+class GrabAgainstSplit(World):
+    """
+        taker      grab_pages of a page in the middle        of the folio, or of the piece
+        splitter   folio_lock, folio_split, folio_unlock     EAGAIN when the pin came first
+    """
+    def build(self):
+        self.folio, self.pieces = mmc.folio_alloc(self.mem, 2), None
+        self.page = mmc.PageList(self.mem, [self.folio.pfn + 2])
+
+    def split(self):
+        mmc.folio_lock(self.folio)
+        self.pieces = may((errno.EAGAIN,), mmc.folio_split, self.folio)
+        mmc.folio_unlock(self.folio)
+
+    def actors(self):
+        # The grab may find the count frozen for the split: ENOMEM.
+        return [lambda: setattr(self, "got", may((errno.ENOMEM,), mmc.grab_pages, self.page) is None), self.split]
+
+    def end(self):
+        stat = self.mem.vmstat()
+        pins = stat["nr_foll_pin_acquired"] - stat["nr_foll_pin_released"]
+        if pins:
+            holder = self.mem.page(self.folio.pfn + 2).folio
+            assert holder.pincount == 1 and holder.nr_pages == (1 if self.pieces else 4)
+            mmc.unpin_user_pages(self.page)
+        for folio in self.pieces or [self.folio]:
+            mmc.folio_put(folio)
+        self.over()
+
+
+class UnpinAgainstFree(World):
+    """
+        holder   folio_put, of the last plain reference
+        driver   unpin_user_page, of the last pin            whoever is last frees it, once
+    """
+    order = 2
+
+    def build(self):
+        self.folio = mmc.folio_alloc(self.mem, self.order)
+        mmc.try_grab_folio(self.folio, 1)
+
+    def actors(self):
+        return [lambda: mmc.folio_put(self.folio), lambda: mmc.unpin_user_page(mmc.folio_page(self.folio, 0))]
+
+    def end(self):
+        self.over()
+
+
+class UnpinSmallAgainstFree(UnpinAgainstFree):
+    """The same with a small folio."""
+    order = 0
+
+
+class UnpinsAgainstFree(UnpinAgainstFree):
+    """Three actors: two drivers, one by a list and one by the folio, and the holder."""
+    def build(self):
+        self.folio = mmc.folio_alloc(self.mem, 2)
+        mmc.try_grab_folio(self.folio, 3)
+
+    def actors(self):
+        pages = mmc.PageList(self.mem, [self.folio.pfn, self.folio.pfn + 3])
+        return [lambda: mmc.folio_put(self.folio), lambda: mmc.unpin_user_pages(pages), lambda: mmc.unpin_user_folio(self.folio, 1)]
+
+
+class DirtyAgainstWriteback(World):
+    """
+        driver      unpin_user_pages_dirty_lock(make_dirty)
+        writeback   folio_lock, clear_dirty_for_io, start_writeback, unlock, end_writeback
+
+    What the device wrote is dirty or was written back: never neither.
+    """
+    def build(self):
+        self.folio = mmc.folio_alloc(self.mem, 0)
+        self.pages = mmc.PageList(self.mem, [self.folio.pfn])
+        mmc.try_grab_folio(self.folio, 1)
+        mmc.folio_mark_dirty_lock(self.folio)
+        self.written = False
+
+    def write(self):
+        mmc.folio_lock(self.folio)
+        self.written = mmc.folio_clear_dirty_for_io(self.folio)
+        if self.written:
+            mmc.folio_start_writeback(self.folio)
+        mmc.folio_unlock(self.folio)
+        if self.written:
+            mmc.folio_end_writeback(self.folio)
+
+    def actors(self):
+        return [lambda: mmc.unpin_user_pages_dirty_lock(self.pages, None, True), self.write]
+
+    def end(self):
+        stat = self.mem.vmstat()
+        assert self.written or self.folio.dirty
+        assert stat["nr_dirty"] == int(self.folio.dirty) and stat["nr_writeback"] == 0 and not self.folio.locked
+        self.mem.check()
+        mmc.folio_put(self.folio)
+        self.over()
+
+
+class Spaces(World):
+    """With an address space of two pages that were written."""
+    def build(self):
+        self.mm, self.child, self.pages = MM(self.mem), None, None
+        self.addr = self.mm.mmap(2 * PAGE)
+        self.mm.write(self.addr, b"a" * PAGE + b"b" * PAGE)
+        self.mm.has_pinned = True
+
+    def end(self):
+        self.mem.check()
+        if self.pages is not None and len(self.pages):
+            self.same_page()
+            mmc.unpin_user_pages(self.pages)
+        self.mem.check()
+        if self.child is not None:
+            self.child.exit()
+        self.mm.exit()
+        self.over()
+
+    def same_page(self):
+        """What a device writes through the pin, the process sees, and the reverse: it is the same page."""
+        self.mm.write(self.addr, b"P")
+        assert bytes(mmc.page_address(self.pages[0])[:1]) == b"P", "the process got a copy: the device has another page"
+        if self.child is not None:
+            assert self.child.read(self.addr, 1) == b"a", "the child sees what its parent wrote"
+
+
+class ForkAgainstFastPin(Spaces):
+    """
+        forker   fork: write-protect, share
+        pinner   pin_user_pages_fast: sees write_protect_seq move, and takes its pins back
+    """
+    def actors(self):
+        def fork():
+            self.child = self.mm.fork()
+
+        def pin():
+            self.pages = mmc.pin_user_pages_fast(self.mm, self.addr, 2, FOLL_WRITE)
+        return [fork, pin]
+
+
+class CollapseAgainstFastPin(Spaces):
+    """
+        khugepaged   MADV_COLLAPSE        EAGAIN when it meets a pin
+        pinner       pin_user_pages_fast
+    """
+    size = "16M"
+
+    def build(self):
+        self.mm, self.child, self.pages = MM(self.mem), None, None
+        self.addr = self.mm.mmap(HUGE)
+        self.mm.madvise(self.addr, HUGE, mmc.MADV_NOHUGEPAGE)
+        self.mm.write(self.addr, b"a" * PAGE + b"b" * PAGE)
+        self.mm.madvise(self.addr, HUGE, mmc.MADV_HUGEPAGE)
+
+    def actors(self):
+        def pin():
+            self.pages = mmc.pin_user_pages_fast(self.mm, self.addr, 2, FOLL_WRITE)
+        return [lambda: may((errno.EAGAIN, errno.EBUSY), self.mm.madvise, self.addr, HUGE, mmc.MADV_COLLAPSE), pin]
+
+
+class MunmapAgainstLongterm(Spaces):
+    """
+        owner    munmap
+        driver   pin_user_pages(FOLL_LONGTERM) of a page in Movable memory, which is moved first     EFAULT when it is gone
+    """
+    config = {"movable": "4M"}
+
+    def actors(self):
+        def pin():
+            self.pages = may((errno.EFAULT, errno.ENOMEM), mmc.pin_user_pages, self.mm, self.addr, 2, FOLL_WRITE | FOLL_LONGTERM)
+        return [lambda: self.mm.munmap(self.addr, 2 * PAGE), pin]
+
+    def same_page(self):
+        assert all(not page.folio.mapcount for page in self.pages)
+
+
+class MunmapAgainstFastPin(MunmapAgainstLongterm):
+    """The walk without locks, against tables that go."""
+    config = {}
+
+    def actors(self):
+        def pin():
+            self.pages = may((errno.EFAULT,), mmc.pin_user_pages_fast, self.mm, self.addr, 2, FOLL_WRITE)
+        return [lambda: self.mm.munmap(self.addr, 2 * PAGE), pin]
+
+
+# class, preemptions, interleavings at most
+SCENARIOS = [
+    (GrabAgainstLastPut, 4, 4000), (GrabSmallAgainstLastPut, 4, 4000), (GrabAgainstSplit, 3, 3000), (UnpinAgainstFree, 4, 4000),
+    (UnpinSmallAgainstFree, 4, 4000), (UnpinsAgainstFree, 3, 4000), (DirtyAgainstWriteback, 3, 3000),
+    (ForkAgainstFastPin, 2, 3000), (CollapseAgainstFastPin, 2, 3000), (MunmapAgainstLongterm, 2, 3000),
+    (MunmapAgainstFastPin, 2, 3000),
+]
+# a fault planted into the build, and a scenario that must find it: 1 compare-and-swap does not compare; 2 the fast walk does
+# not look whether a fork began
+PLANTED = [(1, UnpinAgainstFree), (1, UnpinsAgainstFree), (2, ForkAgainstFastPin)]
