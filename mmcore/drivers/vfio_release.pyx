@@ -2,7 +2,7 @@
 from libc.errno cimport EINTR, ENOMEM
 from libc.string cimport memset
 from mmcore.core.folio cimport FREED, bad_page, free_folio, put_pins
-from mmcore.core.hook cimport pins_changed
+from mmcore.core.hook cimport pins_add, pins_begin, pins_t, pins_tell
 from mmcore.core.lock cimport lock_wait, mark_dirty, raise_pending, unlock
 
 from ..core.errors import BadPage
@@ -174,8 +174,9 @@ cdef object putting_failed(Memory mem, putting_t *u, str call):
 
 cdef object tell(Memory mem, runs_t *log, int sign):
     cdef uint64_t i
-    heads = [log.run[i].pfn for i in range(log.n)]
-    counts = [log.run[i].nr for i in range(log.n)]
+    cdef pins_t pins
+    pins_begin(&pins)
+    for i in range(log.n):
+        pins_add(&pins, log.run[i].pfn, log.run[i].nr)
     drop_runs(log)
-    if heads:
-        pins_changed(mem, heads, counts, sign)
+    pins_tell(mem, &pins, sign)
