@@ -9,11 +9,12 @@ import mmcore as mmc
 
 HEADS = ("Units:", "Raises:", "Threads:", "Kernel:")
 # Named tuples and the like are made by the library; these modules say what they are.
-HOME = {"Zone": "mmcore.core.memory", "VMA": "mmcore.core.mm", "CoalesceData": "mmcore.drivers.iobuffer"}
+HOME = {"Zone": "mmcore.core.memory", "VMA": "mmcore.core.mm", "CoalesceData": "mmcore.drivers.iobuffer",
+        "VFIOMapping": "mmcore.drivers.vfio_dma", "VFIOPin": "mmcore.drivers.vfio_dma"}
 CALLABLE = [name for name in mmc.__all__ if callable(getattr(mmc, name))]
 # A docstring that begins with one of these names a thing; only what is a plain record or an attribute may.
 NOUNS = {"A", "An", "One", "The", "What", "Whether"}
-RECORDS = {"Zone", "VMA", "DeviceRegion", "CoalesceData"}
+RECORDS = {"Zone", "VMA", "DeviceRegion", "CoalesceData", "VFIOMapping", "VFIOPin"}
 
 
 def text_of(value):

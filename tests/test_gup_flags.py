@@ -2,6 +2,8 @@
 
 import pytest
 
+import mmcore as mmc
+
 from gup_support import *
 
 

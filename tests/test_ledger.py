@@ -4,7 +4,7 @@ import threading
 import pytest
 
 import mmcore as mmc
-from mm_support import HUGE, pin
+from mm_support import HUGE, PAGE, pin
 from mmcore import BadPage, MM, Memory, PinLedger
 
 

@@ -1,4 +1,10 @@
-"""Struct pages as text, in the manner of the kernel's dump_page()."""
+"""Struct pages as text, in the manner of the kernel's dump_page().
+
+Units: PFNs, counts as in struct page.
+Raises: TypeError, InvalidArgument.
+Threads: any number at once; what is shown may change meanwhile.
+Kernel: dump_page().
+"""
 import operator
 
 import numpy as np

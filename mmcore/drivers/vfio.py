@@ -12,6 +12,11 @@
 
 Locks: one a container (the kernel's iommu->lock), outermost: mmap_lock, folio locks and all below come after it. It is
 not held while a device is told of an unmapping.
+
+Units: IOVAs, addresses, sizes: bytes; locked_vm, dma_avail counts: pages, entries; IOVAs: uint64.
+Raises: TypeError, InvalidArgument, MMError as the ioctls; BadPage when pins or translations were lost.
+Threads: any number at once; a lock a container.
+Kernel: drivers/vfio/vfio_iommu_type1.c.
 """
 import errno
 import threading
@@ -130,8 +135,9 @@ class VFIOContainer(ExternalPins, DirtyPages):
         return int(extension in (VFIO_TYPE1_IOMMU, VFIO_TYPE1v2_IOMMU, VFIO_UNMAP_ALL, VFIO_DMA_CC_IOMMU))
 
     def iova_to_phys(self, iova):
-        """Return the physical address of an IOVA in the first domain; None when it is not mapped, or no domain is
-        attached.
+        """Return the physical address of an IOVA in the first domain, or None.
+
+        None: it is not mapped, or no domain is attached.
         """
         iova = word(iova, "iova")
         with self._lock:
@@ -156,9 +162,9 @@ class VFIOContainer(ExternalPins, DirtyPages):
 
     # ---- mapping -----------------------------------------------------------------------------------------------------
     def map_dma(self, mm, vaddr, iova, size, flags=VFIO_DMA_MAP_FLAG_READ | VFIO_DMA_MAP_FLAG_WRITE, *, acquire=None):
-        """Map [iova, iova + size) to the memory of a process from vaddr on: pinned and charged, when an IOMMU is
-        attached.
+        """Map [iova, iova + size) to the memory of a process from vaddr on.
 
+        It is pinned and charged when an IOMMU is attached.
         mm: who calls. flags: VFIO_DMA_MAP_FLAG_READ, _WRITE; or _VADDR: a new address, and owner, for a mapping whose
         address was invalidated. acquire: instead of the container's. Raises MMError: EINVAL (InvalidArgument),
         EOVERFLOW (a range wraps), EEXIST (overlap), ENOSPC (no slot), ENOMEM (RLIMIT_MEMLOCK, memory), ENOENT (VADDR
@@ -415,9 +421,10 @@ class VFIOContainer(ExternalPins, DirtyPages):
             raise
 
     def detach(self, domain):
-        """Detach a domain. With the last one everything is unmapped; or, with emulated devices, only unmapped from
-        IOMMUs: what
-        their drivers pinned stays pinned, and charged. Kernel: detach_group.
+        """Detach a domain.
+
+        With the last one everything is unmapped; or, with emulated devices, only unmapped from IOMMUs: what their drivers
+        pinned stays pinned, and charged. Kernel: detach_group.
         """
         with self._lock:
             self._open()

@@ -1,4 +1,10 @@
-"""DMA mappings, their external pins, and their set."""
+"""DMA mappings, their external pins, and their set.
+
+Units: IOVAs, addresses, sizes: bytes; locked_vm: pages.
+Raises: TypeError, InvalidArgument.
+Threads: under the container's lock; VFIOMapping and VFIOPin are copies.
+Kernel: struct vfio_dma, struct vfio_pfn.
+"""
 from libc.errno cimport ENOMEM
 from libc.stdlib cimport free, realloc
 from libc.string cimport memmove
@@ -10,9 +16,9 @@ __all__ = ["VFIOMapping", "VFIOPin"]
 
 VFIOMapping = namedtuple("VFIOMapping", "iova vaddr size prot mm iommu_mapped lock_cap vaddr_invalid has_rsvd "
                                         "locked_vm pins")
-VFIOMapping.__doc__ = """A DMA mapping as it was when looked at; locked_vm in pages, pins: its external pins."""
+VFIOMapping.__doc__ = """One DMA mapping as it was when looked at; locked_vm in pages, pins: its external pins."""
 VFIOPin = namedtuple("VFIOPin", "iova pfn ref_count")
-VFIOPin.__doc__ = """An external pin: its exact IOVA, the page, and how often it was asked for."""
+VFIOPin.__doc__ = """One external pin: its exact IOVA, the page, and how often it was asked for."""
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
 cdef bint add_run(runs_t *runs, uint64_t pfn, uint64_t nr, bint join) noexcept nogil:

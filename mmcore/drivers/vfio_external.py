@@ -13,6 +13,11 @@ Laws
     A call that fails at page n leaves what pages 0 to n - 1 had before.
 
 The functions are called with the container's lock held; ExternalPins takes it.
+
+Units: IOVAs, lengths: bytes; npage: pages.
+Raises: TypeError, InvalidArgument, MMError.
+Threads: any number at once, by the container's lock.
+Kernel: vfio_iommu_type1_pin_pages(), _unpin_pages(), _dma_rw().
 """
 import errno
 import weakref

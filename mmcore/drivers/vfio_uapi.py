@@ -1,4 +1,10 @@
-"""Names and numbers of VFIO's user interface (include/uapi/linux/vfio.h), as far as type1 has them."""
+"""Names and numbers of VFIO's user interface, as far as type1 has them.
+
+Units: DIRTY_BITMAP_SIZE_MAX, DIRTY_BITMAP_BYTES: bytes; *_MAX: pages or entries.
+Raises: TypeError.
+Threads: constants.
+Kernel: include/uapi/linux/vfio.h.
+"""
 import enum
 
 __all__ = ["VFIO_DMA_MAP", "VFIO_DMA_UNMAP", "VFIO_DIRTY_PAGES", "IOMMU", "VFIO_TYPE1_IOMMU", "VFIO_SPAPR_TCE_IOMMU",
