@@ -2,8 +2,6 @@
 
 An Entry is one line: scenario, before, after, their ratio here and as published, the kernel and a C peer beside.
 """
-import importlib
-import importlib.util
 import re
 import statistics
 import time
@@ -15,7 +13,9 @@ import numpy as np
 
 import mmcore as mmc
 
-from . import gup, gup_test, mr, unpin
+from ..live.errors import NotPossible
+from . import costmodel, gup, gup_test, mr, unpin
+from . import vfio as vfio_bench
 from .layouts import Layout
 from .measure import Sweeper, Variant, interleave, ratio_of
 from .peers import Peers
@@ -238,14 +238,10 @@ def fixed_buffers(setup):
 
 
 def vfio(setup):
-    """VFIO type1, where mmcore.bench.vfio is built: MAP and UNMAP of the unit test vfio-pci-mem-dma-map."""
-    try:
-        module = importlib.import_module("mmcore.bench.vfio")
-    except ImportError:
-        return []
+    """VFIO type1: MAP and UNMAP of the unit test vfio-pci-mem-dma-map."""
     # Its 1 GiB pages have nothing before to compare with.
-    names = [name for name in module.CASES if name != "1 GiB pages"]
-    entries = of_rows("VFIO type1 (2025)", module.measure(names, setup.size, min(setup.size, 4 * GIB), GIB, setup.rounds))
+    names = [name for name in vfio_bench.CASES if name != "1 GiB pages"]
+    entries = of_rows("VFIO type1 (2025)", vfio_bench.measure(names, setup.size, min(setup.size, 4 * GIB), GIB, setup.rounds))
     for entry in entries:
         entry.kernel = "no VFIO device here"
     return entries
@@ -272,6 +268,16 @@ def floor(setup):
     return {name: statistics.median(samples) / nr for name, samples in times.items()}
 
 
+def cost_model(runs):
+    """Say which share of real runs lies inside the interval that the kept calibration gives; None when none is kept."""
+    try:
+        calibration = costmodel.Calibration.load()
+    except FileNotFoundError:
+        raise NotPossible("no calibration is kept", "mmcore register --calibrate") from None
+    share, _ = costmodel.coverage(calibration, runs)
+    return {"share_inside": share, "aim": 0.9, "calibrated": calibration.date, "doubts": calibration.doubts()}
+
+
 # ---- all of it -------------------------------------------------------------------------------------------------------
 def measure(names=None, quick=False, rounds=ROUNDS, size=None):
     """Measure tables by name, all when there are none; returns plain data, ready for JSON."""
@@ -283,15 +289,19 @@ def measure(names=None, quick=False, rounds=ROUNDS, size=None):
         start = time.monotonic()
         entries += TABLES[name](setup)
         timings[name] = time.monotonic() - start
-    missing = {}
-    if (not names or "vfio" in names) and importlib.util.find_spec("mmcore.bench.vfio") is None:
-        missing["vfio"] = "mmcore.bench.vfio is not built"
+    missing, model = {}, None
+    if not names:
+        progress("the cost model against real runs")
+        try:
+            model = cost_model(20 if quick else 60)
+        except (NotPossible, OSError, ValueError) as error:
+            missing["cost model"] = str(error)
     progress("memory itself")
     return {"machine": machine(), "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "rounds": rounds,
             "quick": quick,
             "size": setup.size, "region": setup.region, "kernel_buffer": setup.kernel,
             "floor_ns_per_page": floor(setup),
-            "entries": [entry.as_dict() for entry in entries], "missing": missing, "seconds": time.monotonic() - began,
+            "entries": [entry.as_dict() for entry in entries], "cost_model": model, "missing": missing, "seconds": time.monotonic() - began,
             "seconds_by_table": timings}
 
 
