@@ -8,7 +8,6 @@ from live_support import mmcore
 import mmcore as mmc
 from mmcore.bench import stress, stress_jobs
 from mmcore.bench.stress import Stress, StressFailure
-from mmcore.live.errors import NotPossible
 
 
 @pytest.fixture
@@ -29,17 +28,13 @@ def test_words_and_numbers():
     assert "seed 3, 2 threads" in done.stderr
 
 
-def test_json_mix_and_what_is_not_built():
+def test_json_and_mix():
     done = mmcore("stress", "--rounds", "3", "--mix", "pin,unpin,pin", "--json", "--threads", "1", "--debug")
     got = json.loads(done.stdout)
     assert set(got["operations"]) == {"pin", "unpin"} and got["mix"] == ["pin", "unpin", "pin"]
     assert got["scaling"] is None
     assert sum(got["operations"].values()) + sum(got["refused"].values()) == 3 * stress.PER_ROUND
     assert got["operations"]["pin"] > got["operations"]["unpin"] and got["checks"] == 4
-    if stress_jobs.NOT_BUILT:
-        assert json.loads(mmcore("stress", "--rounds", "1", "--json").stdout)["not_built"] == stress_jobs.NOT_BUILT
-        done = mmcore("stress", "--rounds", "1", "--mix", "vfio")
-        assert done.returncode == 77 and "not built" in done.stderr
 
 
 def test_seconds_end_it():
@@ -74,14 +69,6 @@ def test_each_job_by_itself(word):
 def test_all_jobs_by_many_threads(seed, debug):
     report = stress.run(4, seed=seed, rounds=10, debug=debug)
     assert report.checks == 11 and report.pins > 0 and set(report.operations) == set(stress_jobs.JOBS)
-
-
-def test_vfio_registers_itself():
-    assert ("vfio" in stress_jobs.JOBS) == hasattr(mmc, "VFIOContainer")
-    assert stress_jobs.NOT_BUILT or "vfio" in stress.parse_mix("vfio")
-    if stress_jobs.NOT_BUILT:
-        with pytest.raises(NotPossible):
-            stress.parse_mix("pin,vfio")
 
 
 # ---- it can fail -----------------------------------------------------------------------------------------------------

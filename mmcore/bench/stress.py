@@ -17,7 +17,7 @@ import numpy as np
 import mmcore as mmc
 from mmcore.core.dump import dump_around
 
-from .stress_jobs import JOBS, NOT_BUILT, REFUSALS, Worker, World
+from .stress_jobs import JOBS, REFUSALS, Worker, World
 
 PER_ROUND = 150             # operations of a thread between two quiet points
 STUCK_SECONDS = 120         # a round that takes longer will not end
@@ -55,16 +55,12 @@ class Report:
 def parse_mix(text):
     """Return the jobs of a list such as "pin,unpin,fork"; a word that stands twice is drawn twice as often.
 
-    Raises ValueError for a word that is no job, NotPossible for one that is not built.
+    Raises ValueError for a word that is no job.
     """
-    from mmcore.live.errors import NotPossible
-
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
-        if word in NOT_BUILT:
-            raise NotPossible(NOT_BUILT[word], f"leave {word} out of --mix")
         if word not in JOBS:
-            raise ValueError(f"--mix: {word!r} is none of {', '.join([*JOBS, *NOT_BUILT])}")
+            raise ValueError(f"--mix: {word!r} is none of {', '.join(JOBS)}")
     if not words:
         raise ValueError(f"--mix is empty; there are {', '.join(JOBS)}")
     return words

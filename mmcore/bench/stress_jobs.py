@@ -306,9 +306,4 @@ def vfio(worker):
     worker.mappings.append((container, iova, nr * PAGE))
 
 
-JOBS = {job.__name__: job for job in (pin, unpin, dirty, fork, fault, split, collapse, longterm, umem, iouring)}
-NOT_BUILT = {}
-if hasattr(mmc, "VFIOContainer"):
-    JOBS["vfio"] = vfio
-else:
-    NOT_BUILT["vfio"] = "VFIOContainer is not built"
+JOBS = {job.__name__: job for job in (pin, unpin, dirty, fork, fault, split, collapse, longterm, umem, vfio, iouring)}
