@@ -356,9 +356,9 @@ def test_the_verb_on_a_process():
     "words, text",
     [
         (["--addr", "0x1000"], "go together"),
-        (["--addr", "0x1000", "--length", "4K"], "need --pid"),
+        (["--addr", "0x1000", "--length", "4K"], "need a PID"),
         (["--api", "xdp"], "xdp"),
-        (["--pid", "1", "--size", "4K"], "no --pid"),
+        (["--pid", "1", "--size", "4K"], "no PID"),
         (["file", "--pid", "1"], "not both"),
     ],
 )

@@ -4,7 +4,8 @@ limit, and the commands that help.
 """
 
 from .output import print_fields, print_json, print_table
-from .register import _address, _positive, _size
+from .register import _positive, _size
+from .target import add_target, check_part, open_target
 
 HELP = "will registering this buffer be refused, and what helps?"
 DEFAULT_SIZE = "256M"
@@ -12,12 +13,8 @@ DEFAULT_SIZE = "256M"
 
 def add_arguments(parser):
     """Declare the options of the verb."""
-    parser.add_argument("file", nargs="?", help="a capture file, instead of a process")
-    parser.add_argument(
-        "--pid", type=_positive, help="look at a buffer of this process, with --addr and --length, or at all of it"
-    )
-    parser.add_argument("--addr", type=_address, help="its address, as in /proc/PID/maps")
-    parser.add_argument("--length", type=_size, help="its length in bytes")
+    add_target(parser, required=False, otherwise="; without one a buffer is made here")
+    parser.add_argument("--pid", type=_positive, help="the same as PID")
     parser.add_argument("--size", type=_size, help=f"make a buffer of this size here (default {DEFAULT_SIZE})")
     parser.add_argument(
         "--backing", choices=("4k", "thp", "hugetlb", "shmem"), help="and back it with this (default thp)"
@@ -30,23 +27,19 @@ def add_arguments(parser):
 
 def run(args):
     """Look and print."""
-    if (args.addr is None) != (args.length is None):
-        args.usage_error("--addr and --length go together")
-    if args.file and (args.pid or args.addr is not None):
-        args.usage_error("a file or --pid, not both")
-    if args.addr is not None and args.pid is None:
-        args.usage_error("--addr and --length need --pid")
-    if (args.file or args.pid) and (args.size or args.backing):
-        args.usage_error("--size and --backing make a buffer of their own: no --pid, no file")
-    from mmcore.live import Capture, buffer, capture
+    if args.target and args.pid:
+        args.usage_error("PID or --pid, not both")
+    args.target = args.target or (str(args.pid) if args.pid else None)
+    if args.target and (args.size or args.backing):
+        args.usage_error("--size and --backing make a buffer of their own: no PID, no file")
+    from mmcore.live import buffer
     from mmcore.live.preflight import APIS, preflight
 
     apis = [api for api in APIS if not args.api or api.lower() in args.api]
-    if args.file:
-        found = preflight(Capture.load(args.file), apis=apis)
-    elif args.pid:
-        found = preflight(capture(args.pid, args.addr, args.length), apis=apis)
+    if args.target:
+        found = preflight(open_target(args), apis=apis)
     else:
+        check_part(args, None)
         with buffer(args.size or _size(DEFAULT_SIZE), args.backing or "thp") as buf:
             found = preflight(buf, apis=apis)
     if args.json:
