@@ -27,6 +27,7 @@ from live_support import (
 from mmcore import InvalidArgument, MMError, live
 from mmcore.live import longterm
 from mmcore.live import pagemap as pm
+from mmcore.live.machine import Machine, Zone
 from mmcore.live.vma import Vma
 
 FLAGS = ("rd", "wr", "mr", "mw", "me", "ac")
@@ -175,6 +176,15 @@ def test_of_a_foreign_capture_the_zone_is_not_known():
     # A page that is known to be shared memory needs no file system.
     got = live.why_not_longterm(made_up(shared, 1 << pm.KPF_SWAPBACKED | 1 << pm.KPF_LRU), 0x10000)
     assert "file system" not in got.reason
+
+
+@pytest.mark.parametrize("zone, cma, verdict, words", [("Movable", 0, "moved", "ZONE_MOVABLE"), ("Normal", 0, "pinnable", "no CMA"),
+                                                       ("Normal", 64, "unknown", "CMA")])
+def test_a_foreign_capture_tells_its_zones(zone, cma, verdict, words):
+    capture = made_up(ANON, ANON_PAGE)
+    capture.machine = Machine(zones=(Zone(0, "DMA", 0, 0x1000), Zone(0, zone, 0x1000, 0x9000, cma=cma)))
+    got = live.why_not_longterm(capture, 0x10000)
+    assert got.verdict == verdict and words in got.reason
 
 
 def test_swapped_out_is_faulted_in():

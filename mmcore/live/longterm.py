@@ -8,7 +8,6 @@ reference counts: what hints at holders is said as a hint.
 
 import errno
 import os
-import platform
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -216,11 +215,12 @@ def in_cma(pfn, zone):
 
 def of_this_machine(capture):
     """Tell whether a capture is of a process that runs here now, so that what /proc says of frames holds for it."""
-    try:
-        with open(f"/proc/{capture.pid}/comm") as file:
-            return file.read().strip() == capture.command and capture.kernel == platform.release()
-    except OSError:
-        return False
+    return capture.runs_here
+
+
+def captured_zone(capture, pfn):
+    """Return the Zone that spanned a frame when the capture was made, None if none is known."""
+    return next((zone for zone in capture.machine.zones if zone.start_pfn <= pfn < zone.end_pfn), None)
 
 
 # ---- the question
@@ -294,11 +294,22 @@ def _judge(capture, addr, vma, word, pfn, flags, mapcount, order, write):
         checks.append(("copy", replaced))
         return answer("unknown" if unsure else "pinnable", "; ".join(unsure + [replaced]))
     if not here:
+        zone = captured_zone(capture, pfn)
+        checks.append(("zone", zone.name if zone else "unknown"))
+        if zone and zone.name == "Movable":
+            text = (
+                "the page lies in ZONE_MOVABLE: the pin first moves it elsewhere, and fails with ENOMEM while another "
+                "reference holds it"
+            )
+            return answer("moved", "; ".join(unsure + [text]), "nothing, if the pin succeeds; else find the holder")
+        if zone and not zone.cma and not unsure:
+            return answer("pinnable", f"nothing forbids it: PFN {pfn:#x} in zone {zone.name}, which has no CMA, stays "
+                                      "where it is")
+        what = f"whether PFN {pfn:#x} lies in CMA" if zone else f"the zone of PFN {pfn:#x}"
         text = (
-            f"the zone of PFN {pfn:#x} is not known: the capture is of another machine, or its process has ended; "
-            "everything else that the capture shows allows it"
+            f"{what} is not known: the capture is of another machine, or its process has ended; everything else that "
+            "the capture shows allows it"
         )
-        checks.append(("zone", "unknown"))
         return answer("unknown", "; ".join(unsure + [text]), "run it on that machine, while the process lives")
     zone = zone_of(pfn)
     cma = in_cma(pfn, zone)
