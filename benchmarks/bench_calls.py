@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measure what one call from Python costs, with pyperf: folio helpers, handles, one pin; and what `import mmcore` adds.
 
-Times are processor time: what other processes take is not counted. Prints pyperf's line for each, then which limits are met. pyperf's own options work (--fast, -o FILE, --affinity, ...).
+Times are processor time: what other processes take is not counted. Prints pyperf's line for each, then which limits
+are met. pyperf's own options work (--fast, -o FILE, --affinity, ...).
 """
 import statistics
 import subprocess

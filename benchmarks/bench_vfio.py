@@ -32,7 +32,8 @@ def options(argv):
     except ValueError as error:
         parser.error(str(error))
     args.rounds = (5 if args.quick else 9) if args.rounds is None else args.rounds
-    if args.rounds < 1 or any(size < part or size % part for size, part in ((args.size, 2 << 20), (args.base_size, 8 << 20), (args.gigantic, 1 << 30))):
+    units = ((args.size, 2 << 20), (args.base_size, 8 << 20), (args.gigantic, 1 << 30))
+    if args.rounds < 1 or any(size < part or size % part for size, part in units):
         parser.error("at least 1 round; --size a multiple of 2M, --base-size of 8M, --gigantic of 1G")
     args.names = [name for name in vfio.CASES if not args.case or any(part in name for part in args.case)]
     if not args.names:

@@ -25,7 +25,8 @@ class Plain:
 CALLS = {
     "page_to_pfn": [PAGE], "pfn_to_page": [MEMORY, Count(8)], "page_folio": [PAGE], "compound_head": [PAGE],
     "PageHead": [PAGE], "PageTail": [PAGE], "PageCompound": [PAGE], "PageDirty": [PAGE], "compound_order": [PAGE],
-    "compound_nr": [PAGE], "is_zero_page": [PAGE], "dump_page": [PAGE, Plain("why")], "is_huge_zero_folio": [FOLIO], "is_huge_zero_page": [PAGE],
+    "compound_nr": [PAGE], "is_zero_page": [PAGE], "dump_page": [PAGE, Plain("why")],
+    "is_huge_zero_folio": [FOLIO], "is_huge_zero_page": [PAGE],
     "folio_order": [FOLIO], "folio_nr_pages": [FOLIO], "folio_size": [FOLIO], "folio_test_large": [FOLIO],
     "folio_page": [FOLIO, Count(1)], "folio_page_idx": [FOLIO, PAGE], "folio_remaining_pages": [FOLIO, PAGE],
     "folio_ref_count": [FOLIO], "folio_mapcount": [FOLIO], "folio_expected_ref_count": [FOLIO],

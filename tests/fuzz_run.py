@@ -203,8 +203,8 @@ def main(argv=None):
             where = args.corpus / f"broken-{fault[0]}-{seed}-{counts[part]}"
             where.write_bytes(fault[1])
             print(f"{where}:\n{fault[2]}")
-    print(f"seed {seed}: {', '.join(f'{n} {part}' for part, n in counts.items() if n)}; {len(state.get('outcomes', ()))} outcomes of files; "
-          f"{broken} broken")
+    print(f"seed {seed}: {', '.join(f'{n} {part}' for part, n in counts.items() if n)}; "
+          f"{len(state.get('outcomes', ()))} outcomes of files; {broken} broken")
     return 1 if broken else 0
 
 

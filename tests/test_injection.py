@@ -303,7 +303,8 @@ def dma_map(world):
     table = mmc.sg_alloc_table_from_pages(every_other(world, 20), 0, 20 * PAGE)
     world.undo.callback(mmc.sg_free_table, table)
     world.undo.callback(lambda: device.mappings == 0 or pytest.fail("mappings leak"))
-    return lambda: mmc.dma_map_sgtable(device, table, mmc.DMA.BIDIRECTIONAL), lambda n: mmc.dma_unmap_sgtable(device, table, mmc.DMA.BIDIRECTIONAL)
+    both = mmc.DMA.BIDIRECTIONAL
+    return lambda: mmc.dma_map_sgtable(device, table, both), lambda n: mmc.dma_unmap_sgtable(device, table, both)
 
 
 def space(do, build=lambda world, mm: None, undo=lambda world, mm, result: None, **config):
@@ -458,7 +459,8 @@ CASES = {
     "pin many": (gup(mmc.pin_user_pages_fast, nr=900), {"list"}),
     "pin what is not there": (gup(mmc.pin_user_pages, populated=False), {"frame", "table", "list"}),
     "pin what is not there, fast": (gup(mmc.pin_user_pages_fast, populated=False), {"frame", "table", "list"}),
-    "pin what is not there, into a scatterlist": (gup(mmc.pin_user_pages, SGAppendTable, populated=False), {"frame", "table", "list", "sg"}),
+    "pin what is not there, into a scatterlist": (gup(mmc.pin_user_pages, SGAppendTable, populated=False),
+                                                  {"frame", "table", "list", "sg"}),
     "pin into a table in use": (append_to_a_table, {"list", "sg"}),
     # ---- longterm: what is in Movable memory is moved first
     "longterm, anonymous": (longterm(movable_anon), {"frame", "list", "migrate", "alloc"}),
@@ -492,7 +494,8 @@ CASES = {
                       {"frame", "table", "alloc"}),
     "mmap populate, THP": (space(lambda w, mm, b: mm.mmap(2 * HUGE, flags=ANON | mmc.MAP_POPULATE), undo=unmap(2 * HUGE), thp="always"),
                            {"frame", "table", "alloc"}),
-    "mmap locked": (space(lambda w, mm, b: mm.mmap(32 * PAGE, flags=ANON | mmc.MAP_LOCKED), undo=unmap(32 * PAGE)), {"frame", "table", "alloc"}),
+    "mmap locked": (space(lambda w, mm, b: mm.mmap(32 * PAGE, flags=ANON | mmc.MAP_LOCKED), undo=unmap(32 * PAGE)),
+                    {"frame", "table", "alloc"}),
     "mmap hugetlb": (space(lambda w, mm, b: mm.mmap(2 * HUGE, flags=ANON | mmc.MAP_HUGETLB | mmc.MAP_POPULATE), undo=unmap(2 * HUGE)),
                      {"frame", "table", "alloc"}),
     "mmap over a hole": (space(lambda w, mm, addr: mm.mmap(8 * PAGE, flags=ANON | mmc.MAP_FIXED, addr=addr + 8 * PAGE),
@@ -509,7 +512,8 @@ CASES = {
     "write after fork, THP": (space(lambda w, mm, addr: mm.touch(addr, 4 * PAGE), forked(lambda w, mm: thp(mm))), {"frame", "table"}),
     "write after fork, hugetlb": (space(lambda w, mm, addr: mm.touch(addr, HUGE), forked(lambda w, mm: hugetlb(mm))), {"frame"}),
     "swap out": (space(lambda w, mm, addr: mm.madvise(addr, 64 * PAGE, mmc.MADV_PAGEOUT), lambda w, mm: written(mm, 64 * PAGE)), {"alloc"}),
-    "swap out, THP": (space(lambda w, mm, addr: mm.madvise(addr, HUGE, mmc.MADV_PAGEOUT), lambda w, mm: thp(mm)), {"frame", "table", "alloc"}),
+    "swap out, THP": (space(lambda w, mm, addr: mm.madvise(addr, HUGE, mmc.MADV_PAGEOUT), lambda w, mm: thp(mm)),
+                      {"frame", "table", "alloc"}),
     "swap out, tmpfs": (space(lambda w, mm, addr: mm.madvise(addr, 8 * PAGE, mmc.MADV_PAGEOUT),
                               lambda w, mm: (lambda addr: (mm.write(addr, b"t" * 8 * PAGE), addr)[1])(shared_file()(w, mm))), {"alloc"}),
     "swap in": (space(lambda w, mm, addr: mm.read(addr, 32 * PAGE), out), {"frame"}),
@@ -521,14 +525,17 @@ CASES = {
     "mprotect in the middle": (space(lambda w, mm, addr: mm.mprotect(addr + 5 * PAGE, PAGE, mmc.PROT_READ),
                                      lambda w, mm: written(mm, 32 * PAGE)), {"alloc"}),
     "munmap in the middle": (space(lambda w, mm, addr: mm.munmap(addr + 5 * PAGE, PAGE), shared_file()), {"alloc"}),
-    "munmap of half a THP": (space(lambda w, mm, addr: mm.munmap(addr + 256 * PAGE, 256 * PAGE), lambda w, mm: thp(mm)), {"frame", "table", "alloc"}),
-    "mremap, moved": (space(lambda w, mm, addr: mm.mremap(addr, 32 * PAGE, 64 * PAGE, addr - 64 * HUGE), lambda w, mm: written(mm, 32 * PAGE)),
+    "munmap of half a THP": (space(lambda w, mm, addr: mm.munmap(addr + 256 * PAGE, 256 * PAGE), lambda w, mm: thp(mm)),
+                             {"frame", "table", "alloc"}),
+    "mremap, moved": (space(lambda w, mm, addr: mm.mremap(addr, 32 * PAGE, 64 * PAGE, addr - 64 * HUGE),
+                            lambda w, mm: written(mm, 32 * PAGE)),
                       {"frame", "table", "alloc"}),
     "mremap, part of a THP": (space(lambda w, mm, addr: mm.mremap(addr + 8 * PAGE, 8 * PAGE, 16 * PAGE, addr - 64 * HUGE),
                                     lambda w, mm: thp(mm)), {"frame", "table", "alloc"}),
     "mremap, grown in place": (space(lambda w, mm, addr: mm.mremap(addr, 16 * PAGE, 32 * PAGE), locked_half), {"alloc"}),
     "mremap of a file": (space(lambda w, mm, addr: mm.mremap(addr, 16 * PAGE, 16 * PAGE, addr - 64 * HUGE), shared_file()), {"alloc"}),
-    "MADV_POPULATE_WRITE": (space(lambda w, mm, addr: mm.madvise(addr, 32 * PAGE, mmc.MADV_POPULATE_WRITE), lambda w, mm: mm.mmap(32 * PAGE)),
+    "MADV_POPULATE_WRITE": (space(lambda w, mm, addr: mm.madvise(addr, 32 * PAGE, mmc.MADV_POPULATE_WRITE),
+                                  lambda w, mm: mm.mmap(32 * PAGE)),
                             {"frame", "table"}),
     "MADV_DONTNEED in a THP": (space(lambda w, mm, addr: mm.madvise(addr + PAGE, 8 * PAGE, mmc.MADV_DONTNEED), lambda w, mm: thp(mm)),
                                {"frame", "table"}),

@@ -14,7 +14,6 @@ from live_support import (
 
 from mmcore import live
 from mmcore.live import capturefile
-from mmcore.live import pagemap as pm
 from mmcore.live.machine import Machine, Zone
 
 MACHINE = Machine("6.18.0", 4096, 2 << 20, (Zone(0, "Normal", 1, 1 << 20, 1000, 900, 0, 30, 1, 2, 3, (4, 1)),),

@@ -16,7 +16,7 @@ BUDDYINFO = """\
 Node 0, zone      DMA      0      0      0      0      0      0      0      0      1      1      3 
 Node 0, zone   Normal   4511   2243    905    400    130     12      7      1      0      0      0 
 Node 1, zone  Movable     12      0      1 
-"""
+"""  # noqa: W291 (as the kernel writes it)
 ZONEINFO = """\
 Node 0, zone      DMA
   per-node stats

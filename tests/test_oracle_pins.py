@@ -148,16 +148,10 @@ def test_process_vm_readv(name, request, tmp_path):
             mmc.unpin_user_pages(mmc.pin_user_pages_remote(engine.mm, addr, length // PAGE))
             expected = tuple(int(n) for n in counters(engine.mem) - start)
         done = []
-        action = lambda: done.append(
-            libc.process_vm_readv(
-                os.getpid(),
-                ctypes.byref(local),
-                ctypes.c_ulong(1),  # noqa: E731
-                ctypes.byref(remote),
-                ctypes.c_ulong(1),
-                ctypes.c_ulong(0),
-            )
-        )
+
+        def action():
+            done.append(libc.process_vm_readv(os.getpid(), ctypes.byref(local), ctypes.c_ulong(1),
+                                              ctypes.byref(remote), ctypes.c_ulong(1), ctypes.c_ulong(0)))
         assert pins_of(action, expected) == expected == (length // PAGE, length // PAGE)
         assert set(done) == {length}
 

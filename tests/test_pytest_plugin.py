@@ -154,7 +154,8 @@ def test_the_plugin_comes_with_the_package(pytester):
         def test_leaks(mmcore_memory):
             mmc.try_grab_folio(mmc.folio_alloc(mmcore_memory, 0), 1)
     """)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], cwd=pytester.path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], cwd=pytester.path,
+                           capture_output=True, text=True)
     assert done.returncode == 1 and "1 passed, 1 error" in done.stdout and "taken at" in done.stdout, done.stdout + done.stderr
     listed = subprocess.run([sys.executable, "-m", "pytest", "--fixtures"], cwd=pytester.path, capture_output=True, text=True)
     assert "mmcore_memory" in listed.stdout and "pin_ledger" in listed.stdout
@@ -168,6 +169,8 @@ def test_the_example_of_the_docs(pytester):
     result.assert_outcomes(passed=5, errors=2)
     assert re.search(r"test_a_short_pin_is_an_error leaves.*8 pins on 8 folios", result.stdout.str())
     assert re.search(r"untagged: 1 on PFN 0x[0-9a-f]+ \(order 0\), taken at .*driver.py:10", result.stdout.str())
-    pytester.makepyfile(driver=driver.replace("            raise OSError", "            mmc.unpin_user_pages(pages)\n            raise OSError"))
-    fixed = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=pytester.path, capture_output=True, text=True)
+    pytester.makepyfile(driver=driver.replace("            raise OSError",
+                                                 "            mmc.unpin_user_pages(pages)\n            raise OSError"))
+    fixed = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+                           cwd=pytester.path, capture_output=True, text=True)
     assert fixed.returncode == 0 and "5 passed" in fixed.stdout, fixed.stdout

@@ -167,9 +167,12 @@ def test_get_bitmap_checks():
     c.dma_rw(0, b"x", True)
     get = c.dirty_pages_get_bitmap
     for call, number in ((lambda: get(0, 0, PAGE), EINVAL), (lambda: get(TOP - PAGE, 2 * PAGE, PAGE), EOVERFLOW),
-                         (lambda: get(0, 65 * PAGE, PAGE, bitmap=bytearray(8)), EINVAL), (lambda: get(0, PAGE, PAGE, bitmap=bytearray()), EINVAL),
-                         (lambda: get(0, 100, PAGE), EINVAL), (lambda: get(0, 8 * PAGE, HUGE), EINVAL), (lambda: get(0, 8 * PAGE, 0), EINVAL),
-                         (lambda: get(0, 8 * PAGE, 3), EINVAL), (lambda: get(0, 8 * PAGE, 2 * PAGE), EINVAL), (lambda: get(1, 8 * PAGE, PAGE), EINVAL),
+                         (lambda: get(0, 65 * PAGE, PAGE, bitmap=bytearray(8)), EINVAL),
+                         (lambda: get(0, PAGE, PAGE, bitmap=bytearray()), EINVAL),
+                         (lambda: get(0, 100, PAGE), EINVAL), (lambda: get(0, 8 * PAGE, HUGE), EINVAL),
+                         (lambda: get(0, 8 * PAGE, 0), EINVAL),
+                         (lambda: get(0, 8 * PAGE, 3), EINVAL), (lambda: get(0, 8 * PAGE, 2 * PAGE), EINVAL),
+                         (lambda: get(1, 8 * PAGE, PAGE), EINVAL),
                          (lambda: get(0, 8 * PAGE + 1, PAGE), EINVAL), (lambda: get(PAGE, 7 * PAGE, PAGE), EINVAL),
                          (lambda: get(0, 7 * PAGE, PAGE), EINVAL), (lambda: get(0, HUGE + PAGE, PAGE), EINVAL),
                          (lambda: get(0, 2**31 * PAGE + PAGE, PAGE), EINVAL),

@@ -61,7 +61,8 @@ def test_compare_has_every_generation_and_what_was_published():
     assert len(done.stdout.splitlines()) == 2 + len(vfio.GENERATIONS)
 
 
-@pytest.mark.parametrize("words", [(), ("0",), ("-1",), ("x",), ("nan",), ("inf",), ("1e9",), ("1", "--loops", "0"), ("1", "--backing", "THP"),
+@pytest.mark.parametrize("words", [(), ("0",), ("-1",), ("x",), ("nan",), ("inf",), ("1e9",),
+                                   ("1", "--loops", "0"), ("1", "--backing", "THP"),
                                    ("1", "--release", "run"), ("1", "2")])
 def test_wrong_usage(words):
     done = mmcore("vfio-dma-map", *words)

@@ -354,7 +354,8 @@ def test_attach_checks():
     refused(c, EINVAL, lambda: c.attach(other.domains[0]), mm, match="another container")
     for wrong, words in ((dict(windows=[(0, 0x101fff)]), "outside of what the domain translates"),
                          (dict(windows=[(0, 0x101fff), (0x102000, TOP - 1)]), "outside"),
-                         (dict(reserved=[(0x103fff, 0x103fff)]), "reserved region"), (dict(reserved=[(0, 0x100000, "msi")]), "reserved region")):
+                         (dict(reserved=[(0x103fff, 0x103fff)]), "reserved region"),
+                         (dict(reserved=[(0, 0x100000, "msi")]), "reserved region")):
         refused(c, EINVAL, lambda: c.attach(IOMMUDomain(mem, **wrong)), mm, match=words)
     refused(c, errno.EPERM, lambda: c.attach(IOMMUDomain(mem), msi_isolated=False), mm, match="allow_unsafe")
     refused(other, EINVAL, lambda: other.attach(IOMMUDomain(mem, windows=[(0, 7)], reserved=[(0, 7)])), mm, match="no IOVA is left")

@@ -156,7 +156,8 @@ def test_a_closed_container_and_a_closed_memory(two):
 def test_a_range_over_two_windows_that_touch_is_refused(two):
     mem, mm, _, addr = two
     c = VFIOContainer(mem)
-    c.attach(IOMMUDomain(mem, windows=[(0, 0xffff), (0x20000, 0x7ffff)], reserved=[(0x40000, 0x4ffff), (0x60000, 0x60fff, "direct-relaxable")]))
+    c.attach(IOMMUDomain(mem, windows=[(0, 0xffff), (0x20000, 0x7ffff)],
+                         reserved=[(0x40000, 0x4ffff), (0x60000, 0x60fff, "direct-relaxable")]))
     assert c.windows == c.info()["iova_ranges"] == [(0, 0xffff), (0x20000, 0x3ffff), (0x50000, 0x7ffff)]
     for iova, size in ((0xf000, PAGE), (0x20000, 0x20000), (0x50000, 0x30000)):
         c.map_dma(mm, addr, iova, size)

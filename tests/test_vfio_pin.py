@@ -124,8 +124,8 @@ def mixed(mm):
     return addr + PAGE, 1500
 
 
-BUFFERS = [cow_hole, two_folios, broken_at(511), broken_at(512), broken_at(513), broken_at(1, 511, 1024), scattered, backwards, raw_and_anon,
-           raw_first_and_last, reserved_in_the_middle, hugetlb, shared, untouched, mixed]
+BUFFERS = [cow_hole, two_folios, broken_at(511), broken_at(512), broken_at(513), broken_at(1, 511, 1024), scattered, backwards,
+           raw_and_anon, raw_first_and_last, reserved_in_the_middle, hugetlb, shared, untouched, mixed]
 
 
 def history(buffer, options, prot=RW, domains=1, **more):
@@ -365,7 +365,8 @@ def test_any_leaf_that_cannot_be_mapped_unwinds_everything(options):
     c = container(mem, 3, **options)
     leaves = 3 * nr
     for nth in range(1, leaves + 1):
-        error = refused(c, ENOMEM, lambda: injected(mem, "iommu_map", nth, lambda: c.map_dma(mm, addr, 0, nr * PAGE)), mm, exactly="touched")
+        error = refused(c, ENOMEM, lambda: injected(mem, "iommu_map", nth, lambda: c.map_dma(mm, addr, 0, nr * PAGE)), mm,
+                        exactly="touched")
         # Chunk by chunk, domain by domain.
         at = [(d, k) for k, n in ((0, 3), (3, 3), (6, 2)) for d in range(3) for _ in range(n)][nth - 1]
         assert f"domain {at[0]} could not" in str(error) and error.addr == at[1] * PAGE
@@ -563,7 +564,8 @@ def test_corner_c7_the_mappers_own_limit_is_the_last_word(acquire):
     c.map_dma(poor, addr, 0, 3 * PAGE)
     c.map_dma(poor, addr, 1 << 30, 8 * PAGE)
     for current, limit in ((rich, 4), (poor, 4), (None, 4), (MM(mem, rlimit_memlock=2 * PAGE), 2)):
-        error = refused(c, ENOMEM, lambda: c.attach(IOMMUDomain(mem), current=current), poor, rich, match="RLIMIT_MEMLOCK", exactly="touched")
+        error = refused(c, ENOMEM, lambda: c.attach(IOMMUDomain(mem), current=current), poor, rich,
+                        match="RLIMIT_MEMLOCK", exactly="touched")
         assert f"({limit * PAGE} bytes" in str(error)
     over(c, poor)
 

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-import mmcore as mmc
 from mmcore import *
 from support import state
 

@@ -185,7 +185,7 @@ def fork(worker):
     rng = worker.rng
     mm, at, nr = worker.anon()
     with mm.fork() as child:
-        for turn in range(rng.randrange(3)):
+        for _ in range(rng.randrange(3)):
             child.touch(at, nr * PAGE, write=rng.random() < 0.5)
         if rng.random() < 0.2:
             child.fork().exit()

@@ -123,9 +123,10 @@ def adopt(MM self not None, addr, pfns, leaves, exclusive, anon=None):
     """Map existing pages at consecutive addresses, where nothing is mapped yet; returns how many entries were made.
 
     pfns: uint64 array, 0 for nothing; leaves, exclusive, anon: bool arrays of the same length: which belong to a PMD leaf,
-    which are this process's alone, and which are anonymous (None: those of mappings without a file). The one reference of a fresh folio goes over to its first mapping, or to the page cache
-    of the VMA's file. What cannot be mapped as asked (a folio that is mapped out of order, or taken by another file) is
-    left out. Raises MMError: EFAULT outside of mappings, EINVAL for hugetlb pages in other VMAs or free pages, ENOMEM.
+    which are this process's alone, and which are anonymous (None: those of mappings without a file). The one reference of
+    a fresh folio goes over to its first mapping, or to the page cache of the VMA's file. What cannot be mapped
+    as asked (a folio that is mapped out of order, or taken by another file) is left out. Raises MMError:
+    EFAULT outside of mappings, EINVAL for hugetlb pages in other VMAs or free pages, ENOMEM.
     """
     cdef mm_t *mm = self.ptr()
     cdef mem_t *m = mm.m

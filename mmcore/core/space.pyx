@@ -6,7 +6,7 @@ Threads: plain values.
 Kernel: mman.h, mman-common.h.
 """
 from libc.errno cimport ENOMEM
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdlib cimport free, realloc
 
 import enum
 

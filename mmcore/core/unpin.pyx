@@ -9,7 +9,7 @@ Kernel: the functions of these names in gup.c and swap.c.
 from libc.errno cimport EINTR, ENOMEM
 from mmcore.core.buddy cimport free_folio
 from mmcore.core.hook cimport pin_tell, pin_watchers, pins_begin, pins_end, pins_t, pins_tell
-from mmcore.core.pagelist cimport as_pages, new_pagelist, filling, pagelist_view
+from mmcore.core.pagelist cimport as_pages, new_pagelist, filling
 
 import errno as _errno
 

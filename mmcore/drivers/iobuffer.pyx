@@ -13,8 +13,8 @@ Raises: TypeError, InvalidArgument.
 Threads: any number at once; a lock a table and its clones.
 Kernel: struct io_mapped_ubuf, io_check_coalesce_buffer().
 """
-from libc.errno cimport EFAULT, EINTR, ENOMEM
-from libc.stdlib cimport free, malloc
+from libc.errno cimport EINTR, ENOMEM
+from libc.stdlib cimport free
 from libc.string cimport memset
 from mmcore.core.folio cimport bad_page, count_arg
 from mmcore.core.gup cimport gup_pages

@@ -1,5 +1,5 @@
 """Pinning and mapping DMA mappings."""
-from libc.errno cimport EFAULT, EINTR, EINVAL, ENOMEM
+from libc.errno cimport EFAULT, EINTR, ENOMEM
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 from mmcore.core.fault cimport FAULT_FLAG_WRITE, handle_mm_fault
@@ -66,9 +66,9 @@ cdef int64_t follow_pfnmap(pinning_t *p, uint64_t vaddr, uint64_t npages, uint64
     cdef uint64_t table, e, left
     cdef uint64_t *entry
     cdef vma_t *v
-    cdef int level, tries, token
+    cdef int level, _tries, token
     pthread_rwlock_rdlock(&mm.mmap_lock)
-    for tries in range(3):
+    for _tries in range(3):
         v = vma_lookup(mm, vaddr) if not mm.exited else NULL
         if v == NULL or not v.flags & VM_PFNMAP:
             break

@@ -1,5 +1,5 @@
 """Releasing pages of DMA mappings."""
-from libc.errno cimport EINTR, ENOMEM
+from libc.errno cimport ENOMEM
 from libc.string cimport memset
 from mmcore.core.folio cimport FREED, bad_page, free_folio, put_pins
 from mmcore.core.hook cimport pins_add, pins_begin, pins_t, pins_tell

@@ -6,7 +6,7 @@ comment names. Lines show one interleaving, top to bottom.
 import errno
 
 import mmcore as mmc
-from mmcore import FOLL_LONGTERM, FOLL_WRITE, MM, BadPage, Memory, MMError
+from mmcore import FOLL_LONGTERM, FOLL_WRITE, MM, Memory, MMError
 
 PAGE, HUGE = 4096, 2 << 20
 
