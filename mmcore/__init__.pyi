@@ -2,6 +2,7 @@ from .core.boot import DevicePages as DevicePages, DeviceRegion as DeviceRegion
 from .core.buddy import *
 from .core.content import folio_address as folio_address, page_address as page_address
 from .core.dma import *
+from .core.dump import dump_page as dump_page
 from .core.errors import BadPage as BadPage, InvalidArgument as InvalidArgument, MMError as MMError
 from .core.file import File as File
 from .core.folio import *
@@ -34,6 +35,7 @@ from .drivers.iov import *
 from .drivers.mr import *
 from .drivers.umem import *
 from .drivers.umem_blocks import *
+from .drivers.vfio import *
 from .ledger import PinLedger as PinLedger
 
 __version__: str

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-_FAILED = pytest.StashKey()
+_FAILED = pytest.StashKey[bool]()
 
 MARK = "mmcore_memory(size='256M', **arguments): the Memory that the fixtures mmcore_memory and pin_ledger give the test"
 

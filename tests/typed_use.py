@@ -44,6 +44,17 @@ with mmc.Memory("1G", hugetlb={"2M": 4}, thp="always") as mem:
         assert_type(mr.lkey, int)
     with mmc.PinLedger(mem) as ledger, ledger.tag("driver"):
         assert_type(ledger.outstanding()[0].folio, mmc.Folio)
+    with mmc.VFIOContainer(mem, release="folio") as container:
+        container.attach(mmc.IOMMUDomain(mem, windows=[(0, 1 << 40)], reserved=[(0xfee00000, 0xfeefffff, "msi")]))
+        container.map_dma(mm, addr, 0, "1M", mmc.VFIO_DMA_MAP_FLAG_READ)
+        assert_type(container.mappings[0].pins[0].pfn, int)
+        assert_type(container.dma_rw(0, 16, False), bytes)
+        assert_type(container.dma_rw(0, b"data", True), int)
+        assert_type(container.dirty_pages_get_bitmap(0, 4096), bytes)
+        mmc.VFIOContainer(mem, acquire="list")  # type: ignore[arg-type]
+    with mem.inject("iommu_map") as injection:
+        assert_type(injection.fired, bool)
+    assert_type(mmc.dump_page(mem.page(7)), str)
     for entry in mmc.for_each_sg(mmc.sg_alloc_table_from_pages(pages, 0, 4096)):
         assert_type(entry, mmc.SGEntry)
         assert_type(mmc.sg_page(entry), mmc.Page | None)
@@ -52,3 +63,6 @@ with live.buffer("16M", backing="thp") as real:
     assert_type(live.capture(real), live.Capture)
     assert_type(live.preflight(real).needed, int)
     live.buffer("16M", backing="2m")  # type: ignore[arg-type]
+    assert_type(live.preflight([real], apis=["VFIO"]).charges[0].verdict, str)
+    assert_type(live.why_not_longterm(live.capture(real), real.addr).reason, str)
+    assert_type(live.Capture.load("buffer.npz").replay().pages, mmc.PageList)

@@ -51,7 +51,7 @@ class Entry:
     pages: int
     samples: dict                       # {"before": [ns], "after": [ns]}
     published: str = ""                 # the change as its authors measured it
-    published_ratio: float = None
+    published_ratio: "float | None" = None
     kernel: object = None               # ns a page of the running kernel, or why there is none
     peer: object = None                 # (name, [ns]), or why there is none
 

@@ -3,6 +3,7 @@ from typing import Final
 
 import numpy as np
 
+CYTHON_VERSION: Final[str]
 PAGE_DTYPE: Final[np.dtype[np.void]]
 FOLIO_DTYPE: Final[np.dtype[np.void]]
 ZONE_NAMES: Final[dict[int, str]]

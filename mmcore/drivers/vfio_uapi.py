@@ -74,6 +74,6 @@ DIRTY_BITMAP_PAGES_MAX = 2**31 - 1
 DIRTY_BITMAP_SIZE_MAX = 256 << 20
 
 
-def DIRTY_BITMAP_BYTES(npages):
+def DIRTY_BITMAP_BYTES(npages: int) -> int:
     """Return the bytes of a dirty bitmap of npages: whole words of 64 bits."""
     return (npages + 63) // 64 * 8

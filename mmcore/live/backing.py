@@ -28,19 +28,19 @@ class Backing:
     folios: int                    # distinct folios behind them
     runs: int                      # physically contiguous runs, in buffer order
     sg_segments: int               # runs cut at the largest scatterlist segment
-    by_size: dict = field(default_factory=dict)      # folio size in bytes -> bytes mapped
-    by_kind: dict = field(default_factory=dict)      # "anon", "shmem", "file", ... -> bytes
+    by_size: "dict[int, int]" = field(default_factory=dict)      # folio size in bytes -> bytes mapped
+    by_kind: "dict[str, int]" = field(default_factory=dict)      # "anon", "shmem", "file", ... -> bytes
     not_huge: list = field(default_factory=list)     # [(start, end, reason)]
     mappings: list = field(default_factory=list)     # MappingBacking of each mapping; empty for a model
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         """Return plain data for JSON."""
         data = asdict(replace(self, mappings=[]))
         data["mappings"] = [one.as_dict() for one in self.mappings]
         data["by_size"] = {str(size): nbytes for size, nbytes in self.by_size.items()}
         return data
 
-    def lines(self):
+    def lines(self) -> "list[str]":
         """Return the report as lines of text."""
         out = [
             f"{format_size(self.length)}: {self.pages} pages in {self.folios} folios, "
@@ -59,7 +59,7 @@ class Backing:
             out.append(f"and {len(self.mappings) - LISTED} more mappings")
         return out
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "\n".join(self.lines())
 
 

@@ -44,17 +44,17 @@ class Buffer(mmap.mmap):
     backing = ""
 
     @property
-    def addr(self):
+    def addr(self) -> int:
         """Return the address of the first byte. Raises ValueError after close()."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
     @property
-    def length(self):
+    def length(self) -> int:
         """Return the size in bytes. Raises ValueError after close()."""
         return len(self)
 
     @property
-    def view(self):
+    def view(self) -> memoryview:
         """Return a new writable memoryview of all bytes; release it before close()."""
         return memoryview(self)
 

@@ -4,13 +4,14 @@ import errno
 import mmap
 import time
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmcore.core.errors import MMError
 
 from . import capturefile
-from .backing import describe
+from .backing import Backing, describe
 from .capturefile import MAX_PAGES, PAGES
 from .errors import NotPossible
 from .frames import Frames, read_frames
@@ -22,6 +23,11 @@ from .settle import holds_pages, settle
 from .thp import why_not_huge
 from .units import format_size
 from .vma import Vma, clean, nameless, vmas
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .replay import Replay
 
 SPARSE = 1 << 30             # bytes: of larger mappings only the populated stretches are kept, where they are known
 STRETCH = 2 << 20            # bytes: stretches are widened to this, so that few are needed
@@ -42,6 +48,14 @@ class Capture:
     machine, or None. `.moved` counts pages left out because they changed while they were read, `.partial` says in
     words what is missing. `.pid` is 0 where no process was captured.
     """
+
+    starts: "NDArray[np.uint64]"        # of the ranges
+    counts: "NDArray[np.uint64]"        # their pages
+    words: "NDArray[np.uint64]"
+    flags: "NDArray[np.uint64]"
+    mapcounts: "NDArray[np.uint64]"
+    heads: "NDArray[np.uint64]"
+    orders: "NDArray[np.uint8]"
 
     def __init__(self, info, arrays):
         self.pid = info["pid"]
@@ -70,17 +84,17 @@ class Capture:
             self.frames = Frames(read_only(arrays["frame_flags"]), read_only(arrays["frame_mapcounts"]))
 
     @property
-    def addr(self):
+    def addr(self) -> int:
         """Return the address of the first page; 0 where no page was looked at."""
         return int(self.starts[0]) if len(self.starts) else 0
 
     @property
-    def length(self):
+    def length(self) -> int:
         """Return the captured size in bytes."""
         return len(self.words) * self.page_size
 
     @property
-    def addresses(self):
+    def addresses(self) -> "NDArray[np.uint64]":
         """Return the address of each page as uint64."""
         size = np.uint64(self.page_size)
         return np.concatenate([np.zeros(0, np.uint64)] + [
@@ -89,7 +103,7 @@ class Capture:
         ])
 
     @property
-    def runs_here(self):
+    def runs_here(self) -> bool:
         """Return whether the captured process runs on this machine now."""
         if not self.pid or not self.boot:
             return False
@@ -99,24 +113,24 @@ class Capture:
             return False
 
     @property
-    def thp_disabled(self):
+    def thp_disabled(self) -> bool:
         """Return whether the process turned THP off for itself."""
         return self.status.get("THP_enabled", 1) == 0
 
     @property
-    def not_huge(self):
+    def not_huge(self) -> "list[tuple[int, int, str]]":
         """Return (start, end, reason) of each mapping that is not huge throughout."""
         reasons = ((vma, why_not_huge(vma, self.machine, self.thp_disabled)) for vma in self.vmas)
         return [(vma.start, vma.end, why) for vma, why in reasons if why]
 
-    def backing(self):
+    def backing(self) -> Backing:
         """Tell what backs the pages: Backing, by folio size, kind and physical run, in total and by mapping."""
         from .mapped import by_mapping
 
         total = describe(self.pfns, self.heads, self.orders, self.flags, self.page_size, self.not_huge)
         return replace(total, mappings=by_mapping(self))
 
-    def replay(self):
+    def replay(self) -> "Replay":
         """Build an engine with the same frames and folios: Replay(.mem .pages .mm).
 
         Raises MMError where the engine cannot hold the layout.
@@ -125,7 +139,7 @@ class Capture:
 
         return replay(self)
 
-    def save(self, path):
+    def save(self, path) -> None:
         """Write the capture to a file; it appears whole or not at all. Raises OSError.
 
         No content of memory goes into it, and of names only those of the mappings.
@@ -149,7 +163,7 @@ class Capture:
         })
 
     @classmethod
-    def load(cls, path):
+    def load(cls, path) -> "Capture":
         """Read a capture file; works on any machine, without privilege.
 
         Raises FileNotFoundError, or ValueError saying what is wrong with the file. Nothing in a

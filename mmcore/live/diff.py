@@ -39,7 +39,7 @@ class Diff:
     frames: "dict | None" = None                     # what the frames that the process left are now, in bytes
     notes: list = field(default_factory=list)        # why the two may not be comparable
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         """Return plain data for JSON."""
         return asdict(self)
 

@@ -37,7 +37,7 @@ class Frag:
     runs: "list | None" = None                      # (first PFN, pages), the longest first; None: no frames were seen
     free_runs: "int | None" = None                  # how many runs there are
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         """Return plain data for JSON."""
         return asdict(self)
 

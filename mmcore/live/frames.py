@@ -21,7 +21,7 @@ class Frames:
     flags: np.ndarray
     mapcounts: np.ndarray
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.flags)
 
 

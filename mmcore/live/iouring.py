@@ -52,8 +52,8 @@ class KernelRegister:
 
     pages: int
     iovecs: int
-    register_ns: list = field(default_factory=list)
-    unregister_ns: list = field(default_factory=list)
+    register_ns: "list[int]" = field(default_factory=list)
+    unregister_ns: "list[int]" = field(default_factory=list)
     vmpin_at_register: "list | None" = field(default_factory=list)
     vmpin_at_unregister: "list | None" = field(default_factory=list)
     # [(acquired, released)] a round, machine-wide; None and a reason where not readable

@@ -42,7 +42,7 @@ class Fit:
     remedy: str          # empty unless refused
 
     @property
-    def ok(self):
+    def ok(self) -> bool:
         """Return whether the registration passes."""
         return self.verdict != "refused"
 
@@ -128,8 +128,8 @@ def rlimits(pid="self"):
     with open_proc(pid, "limits") as file:
         try:
             for line in list(file)[1:]:
-                name, soft, hard = line[:26].rstrip(), *line[26:].split()[:2]
-                found[name] = tuple(None if word == "unlimited" else int(word) for word in (soft, hard))
+                name, pair = line[:26].rstrip(), line[26:].split()[:2]
+                found[name] = tuple(None if word == "unlimited" else int(word) for word in pair)
         except ProcessLookupError:
             raise vanished(pid) from None
     return found

@@ -60,23 +60,23 @@ class Longterm:
     errno: int
     reason: str
     remedy: str
-    checks: list = field(default_factory=list)
+    checks: "list[tuple[str, str]]" = field(default_factory=list)
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         """Return plain data for JSON."""
         return asdict(self) | {
             "errno": errno.errorcode.get(self.errno, ""),
             "checks": [list(row) for row in self.checks],
         }
 
-    def lines(self):
+    def lines(self) -> "list[str]":
         """Return the report as lines of text."""
         name = f" ({errno.errorcode[self.errno]})" if self.errno else ""
         out = [f"{self.verdict}{name}: {self.reason}"]
         out += [f"{rule}: {words}" for rule, words in self.checks]
         return out + ([f"remedy: {self.remedy}"] if self.remedy else [])
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "\n".join(self.lines())
 
 

@@ -34,12 +34,12 @@ class Zone:
     blocks: tuple = ()            # free blocks of order 0, 1, 2, ... from buddyinfo
 
     @property
-    def end_pfn(self):
+    def end_pfn(self) -> int:
         """Return the first PFN after the zone."""
         return self.start_pfn + self.spanned
 
     @property
-    def free_in_blocks(self):
+    def free_in_blocks(self) -> int:
         """Return the pages on the free lists: what buddyinfo adds up to, without the lists of each processor."""
         return sum(count << order for order, count in enumerate(self.blocks))
 
@@ -56,7 +56,7 @@ class Machine:
     mthp: dict = field(default_factory=dict)     # size in bytes -> {"enabled": word, "shmem_enabled": word}
     hugetlb: dict = field(default_factory=dict)  # size in bytes -> pages: total, free, reserved, surplus, overcommit
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         """Return plain data for JSON; from_dict() takes it back."""
         data = asdict(self)
         data["mthp"] = {str(size): words for size, words in self.mthp.items()}
@@ -76,12 +76,12 @@ class Machine:
                      for size, counts in data["hugetlb"].items()})
 
     @property
-    def free_blocks(self):
+    def free_blocks(self) -> "list[int]":
         """Return the free blocks by order, of all zones together."""
         longest = max((len(zone.blocks) for zone in self.zones), default=0)
         return [sum(zone.blocks[order] for zone in self.zones if order < len(zone.blocks)) for order in range(longest)]
 
-    def buddyinfo(self):
+    def buddyinfo(self) -> str:
         """Return the zones in the form of /proc/buddyinfo."""
         rows = ((zone, "".join(f"{count:6d} " for count in zone.blocks)) for zone in self.zones if zone.blocks)
         return "".join(f"Node {zone.node}, zone {zone.name:>8} {counts}\n" for zone, counts in rows)

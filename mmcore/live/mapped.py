@@ -30,7 +30,7 @@ class MappingBacking:
     sizes: list = field(default_factory=list)        # thp.SizeRule of each folio size
     reason: str = ""                                 # why it is not huge, "" if it is huge throughout
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         """Return plain data for JSON."""
         data = asdict(self)
         for name in ("by_size", "by_kind", "aligned"):
@@ -38,11 +38,11 @@ class MappingBacking:
         return data
 
     @property
-    def allowed(self):
+    def allowed(self) -> "list[int]":
         """Return the folio sizes that the rules allow it, in bytes."""
         return [rule.size for rule in self.sizes if not rule.reason]
 
-    def eligibility(self):
+    def eligibility(self) -> str:
         """Return in words which sizes it may have, or why none."""
         if not self.sizes:
             return "unknown: the capture has no settings"

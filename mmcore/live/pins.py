@@ -44,26 +44,26 @@ class Pins:
     unseen: int = 0                                   # processes that may not be looked at
 
     @property
-    def outstanding(self):
+    def outstanding(self) -> "int | None":
         """Return the pages pinned now, machine-wide; None where the kernel does not count them."""
-        return None if self.acquired is None else self.acquired - self.released
+        return None if self.acquired is None or self.released is None else self.acquired - self.released
 
     @property
-    def charged(self):
+    def charged(self) -> int:
         """Return the pages that VmPin of all address spaces adds up to."""
         return sum(one.pinned for one in self.processes if one.shares is None) // self.page_size
 
     @property
-    def unexplained(self):
+    def unexplained(self) -> "int | None":
         """Return outstanding - charged in pages: above 0, pins no VmPin explains; below 0, charges without pins."""
         return None if self.outstanding is None else self.outstanding - self.charged
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         """Return plain data for JSON."""
         return {**asdict(self), "outstanding": self.outstanding, "charged": self.charged,
                 "unexplained": self.unexplained, "verdict": self.verdict()}
 
-    def verdict(self):
+    def verdict(self) -> str:
         """Return in words what the difference means."""
         rest = self.unexplained
         if rest is None:

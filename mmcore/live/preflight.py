@@ -69,41 +69,41 @@ class Preflight:
 
     limits: Limits
     page_size: int
-    charges: list
+    charges: "list[Charge]"
     not_present: int  # bytes that registering faults in first
-    cgroup: list  # [(path, limit, usage)] in bytes
-    obstacles: list = field(default_factory=list)
-    remedies: list = field(default_factory=list)
-    notes: list = field(default_factory=list)
+    cgroup: "list[tuple[str, int, int]]"  # [(path, limit, usage)] in bytes
+    obstacles: "list[tuple[int, int, str]]" = field(default_factory=list)
+    remedies: "list[tuple[str, str]]" = field(default_factory=list)
+    notes: "list[str]" = field(default_factory=list)
 
     @property
-    def worst(self):
+    def worst(self) -> Charge:
         """Return the Charge that decides: a refused one if there is one, else the largest."""
         refused = [charge for charge in self.charges if charge.verdict == "refused"]
         return max(refused or self.charges, key=lambda charge: charge.current + charge.needed)
 
     @property
-    def needed(self):
+    def needed(self) -> int:
         """Return the bytes that the API which decides counts."""
         return self.worst.needed
 
     @property
-    def limit(self):
+    def limit(self) -> "int | None":
         """Return the soft limit in bytes; None: unlimited."""
         return self.limits.soft
 
     @property
-    def current(self):
+    def current(self) -> int:
         """Return the bytes that count now where the API which decides counts."""
         return self.worst.current
 
     @property
-    def verdict(self):
+    def verdict(self) -> str:
         """Return "fits", "unlimited", "exempt" or "refused"."""
         return "refused" if self.obstacles or self.short_of_memory else self.worst.verdict
 
     @property
-    def short_of_memory(self):
+    def short_of_memory(self) -> "tuple[str, int, int] | None":
         """Return the (path, limit, usage) of the memory cgroup that cannot take the missing pages, or None."""
         for row in self.cgroup:
             if self.not_present > max(0, row[1] - row[2]):
@@ -111,12 +111,12 @@ class Preflight:
         return None
 
     @property
-    def ok(self):
+    def ok(self) -> bool:
         """Return whether every API passes."""
         return self.verdict in GOOD
 
     @property
-    def reason(self):
+    def reason(self) -> str:
         """Return in words why the verdict is what it is."""
         if self.worst.verdict == "refused":
             return f"{self.worst.api}: {self.worst.reason}"
@@ -131,11 +131,11 @@ class Preflight:
         return self.worst.reason
 
     @property
-    def remedy(self):
+    def remedy(self) -> str:
         """Return the first command, or advice, that helps; empty when all is well."""
         return self.remedies[0][1] if self.remedies else ""
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         """Return plain data for JSON."""
         return {
             "needed": self.needed,

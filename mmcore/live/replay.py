@@ -1,11 +1,17 @@
 """A capture as an engine: the same folios at the same PFNs."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .pagemap import KPF_HUGE, KPF_NOPAGE, KPF_ZERO_PAGE, PM_FILE, PM_MMAP_EXCLUSIVE, has_flag
 from .units import round_up
+
+if TYPE_CHECKING:
+    from ..core.memory import Memory
+    from ..core.mm import MM
+    from ..core.pagelist import PageList
 
 FRAME_MULTIPLE = 4 << 20        # Memory sizes are whole largest buddy blocks
 SPARE = 16 << 20                # for what the engine itself allocates (page tables, zero folio)
@@ -22,20 +28,20 @@ class Replay:
     pages that it could not map as the process had them. Use as a context manager, or close().
     """
 
-    mem: object
-    pages: object
-    mm: object = None
+    mem: "Memory"
+    pages: "PageList"
+    mm: "MM | None" = None
     unmapped: int = 0
-    others: list = field(default_factory=list)
+    others: "list[MM]" = field(default_factory=list)
 
-    def close(self):
+    def close(self) -> None:
         """Free the engine. Raises what Memory.close() raises while views of it live."""
-        self.pages = None
+        self.pages = None  # type: ignore[assignment]
         self.mm = None
         self.others = []
         self.mem.close()
 
-    def __enter__(self):
+    def __enter__(self) -> "Replay":
         return self
 
     def __exit__(self, *_):

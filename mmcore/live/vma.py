@@ -22,16 +22,16 @@ class Vma:
     kernel_page_size: int = 4096     # of the VMA, bytes: hugetlb shows here
     rss: int = 0                     # bytes
     huge: int = 0                    # bytes mapped by PMD: anon, shmem and file
-    flags: tuple = ()                # VmFlags, two letters each
-    sizes: dict = field(default_factory=dict, hash=False)   # every line of smaps: name -> bytes, THPeligible as it is
+    flags: "tuple[str, ...]" = ()                # VmFlags, two letters each
+    sizes: "dict[str, int]" = field(default_factory=dict, hash=False)   # every line of smaps: name -> bytes, THPeligible as it is
 
     @property
-    def hugetlb(self):
+    def hugetlb(self) -> bool:
         """Return whether hugetlb pages back the mapping."""
         return "ht" in self.flags
 
     @property
-    def shared_memory(self):
+    def shared_memory(self) -> bool:
         """Return whether shared anonymous memory, tmpfs, a memfd or SysV memory is mapped, as far as the name tells."""
         return self.path.startswith(("/dev/zero", "/memfd:", "/dev/shm", "/SYSV"))
 
