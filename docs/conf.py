@@ -1,6 +1,9 @@
 """Sphinx: the site is MyST pages, and an API reference that is made from the built package."""
+import ast
 import enum
 import importlib
+import inspect
+import os
 import re
 import sys
 from pathlib import Path
@@ -27,17 +30,29 @@ suppress_warnings = ["myst.xref_missing"]
 # What goes where in the reference: a page a group, its modules in reading order.
 GROUPS = {
     "memory": ("Memory, pages, folios", ["core.memory", "core.boot", "core.page", "core.errors", "core.buddy", "core.look",
-                                         "core.folio", "core.lock", "core.content"]),
-    "lists": ("Page lists and releasing", ["core.pagelist", "core.unpin", "ledger"]),
+                                         "core.folio", "core.lock", "core.content", "core.dump"]),
+    "lists": ("Page lists and releasing", ["core.pagelist", "core.unpin"]),
     "spaces": ("Address spaces and files", ["core.mm", "core.space", "core.file", "core.remap"]),
     "acquiring": ("Acquiring pages", ["core.gup", "core.output", "core.migrate", "core.memfd", "core.hmm"]),
     "scatterlists": ("Scatterlists and DMA", ["core.scatterlist", "core.sgalloc", "core.sgiter", "core.sgcopy", "core.sgsplit",
                                               "core.sgdraw", "core.dma", "core.iommu"]),
     "drivers": ("Drivers", ["drivers.umem", "drivers.umem_blocks", "drivers.ibaccess", "drivers.mr", "drivers.iouring",
                             "drivers.iobuffer", "drivers.iov", "drivers.bio"]),
+    "vfio": ("VFIO", ["drivers.vfio", "drivers.vfio_external", "drivers.vfio_dma", "drivers.vfio_uapi"]),
+    "ledger": ("The ledger, and the pytest plugin", ["ledger"]),
+}
+# Reports on captures: modules of mmcore.live, with what is for callers in them.
+REPORTS = {
+    "diff": ["diff", "Diff", "Change"],
+    "frag": ["frag", "Frag", "ZoneFrag", "free_runs", "unusable_free"],
+    "picture": ["grid", "Grid", "strips", "Strip", "Box"],
+    "pins": ["pins", "Pins", "ProcessPins"],
+    "plot": ["draw"],
+    "types": ["frames_of", "pages_of", "select", "parse_addresses", "parse_bits", "summarise", "Pages", "Bits", "Summary"],
 }
 HOME = {"FOLIO_DTYPE": "core.page", "PAGE_DTYPE": "core.page", "SG_DTYPE": "core.scatterlist", "Zone": "core.memory",
-        "VMA": "core.mm", "CoalesceData": "drivers.iobuffer", "DeviceRegion": "core.boot", "get_include": "core.memory"}
+        "VMA": "core.mm", "CoalesceData": "drivers.iobuffer", "DeviceRegion": "core.boot", "get_include": "core.memory",
+        "VFIOMapping": "drivers.vfio_dma", "VFIOPin": "drivers.vfio_dma"}
 
 
 def home(name):
@@ -78,9 +93,51 @@ def write(name, title, lines):
         path.write_text(text)
 
 
+def reports(name, what):
+    module = importlib.import_module(f"mmcore.live.{name}")
+    title = " ".join((module.__doc__ or name).strip().split("\n\n")[0].split())
+    lines = [f".. rubric:: live.{name}: {plain(title)}", ""]
+    for key in what:
+        lines += entry(f"mmcore.live.{name}.", key, getattr(module, key))
+    return lines
+
+
+def fixtures():
+    """The fixtures and the mark of the pytest plugin; read from its text, since pytest wraps them."""
+    import mmcore.pytest_plugin as plugin
+
+    lines = [".. rubric:: Fixtures and mark of the pytest plugin (entry point ``mmcore``)", ""]
+    for item in ast.parse(inspect.getsource(plugin)).body:
+        marks = [ast.unparse(mark) for mark in item.decorator_list] if isinstance(item, ast.FunctionDef) else []
+        if "pytest.fixture" in marks and item.name[0] != "_":
+            text = ast.get_docstring(item) or ""
+            lines += [f".. py:data:: {item.name}", ""] + [f"   {plain(line)}" for line in text.split("\n")] + [""]
+    mark, what = plugin.MARK.split(": ", 1)
+    return [*lines, f".. py:decorator:: pytest.mark.{mark}", "", f"   {plain(what)}", ""]
+
+
+def write_verbs():
+    """What `mmcore VERB --help` says, verb by verb."""
+    import argparse
+
+    from mmcore.cli import _parser
+
+    os.environ["COLUMNS"] = "110"
+    parser = _parser()
+    verbs = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    text = ["# The command line", "", "`mmcore VERB`; `python -m mmcore.cli` is the same. Every verb has `--json`, and prints plain "
+            "text when piped.", "The exit status is 0 done, 1 error, 2 usage, 77 not possible on this machine (and why).", ""]
+    text += ["| verb | what it tells |", "|---|---|"]
+    text += [f"| [{choice.dest}](#{choice.dest}) | {choice.help} |" for choice in verbs._choices_actions]
+    for name, verb in verbs.choices.items():
+        text += ["", f"## {name}", "", "```text", verb.format_help().rstrip(), "```"]
+    (HERE / "api" / "verbs.md").write_text("\n".join(text) + "\n")
+
+
 def write_reference():
     """A page a group under api/, from __all__; names of modules that no group lists go to the last one."""
     left = {name: getattr(mmcore, name) for name in mmcore.__all__}
+    (HERE / "api" / "others.md").unlink(missing_ok=True)     # of an earlier build
     of = {name: home(name) for name in left}
     pages = []
     for page, (title, modules) in GROUPS.items():
@@ -91,6 +148,8 @@ def write_reference():
                 value = left.pop(name)
                 if callable(value):
                     lines += entry("mmcore.", name, value)
+        if page == "ledger":
+            lines += fixtures()
         write(page, title, lines)
         pages.append(page)
     others = [line for name, value in left.items() if callable(value) for line in entry("mmcore.", name, value)]
@@ -100,10 +159,13 @@ def write_reference():
     live = importlib.import_module("mmcore.live")
     lines = [line for name in live.__all__ if callable(getattr(live, name))
              for line in entry("mmcore.live.", name, getattr(live, name))]
+    for report, what in REPORTS.items():
+        lines += reports(report, what)
     write("live", "Live Linux: mmcore.live", lines)
+    write_verbs()
     index = ["# API reference", "", "Everything is importable from `mmcore`, but for `mmcore.live` and `mmcore.bench`. Types are in the",
              "stubs that the package ships (`.pyi`); constants (`FOLL_WRITE`, `PROT_READ`, ...) are members of the flag types under",
-             "the names that the kernel gives them.", "", "```{toctree}", *pages, "live", "```", ""]
+             "the names that the kernel gives them.", "", "```{toctree}", *pages, "live", "verbs", "```", ""]
     (HERE / "api" / "index.md").write_text("\n".join(index))
 
 
