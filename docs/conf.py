@@ -25,7 +25,6 @@ html_static_path = ["_static"]
 exclude_patterns = ["_build", "api/_*"]
 autodoc_member_order = "bysource"
 # Signatures come from the compiled modules, which have no annotations; the stubs have the types.
-suppress_warnings = ["myst.xref_missing"]
 
 # What goes where in the reference: a page a group, its modules in reading order.
 GROUPS = {
