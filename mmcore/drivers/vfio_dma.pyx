@@ -176,7 +176,7 @@ cdef class VFIODma:
 
     @property
     def mm_alive(self):
-        return not self.d.mm.exited
+        return not a32_load_relaxed(&self.d.mm.exited)
 
     def alloc_fails(self):
         """Was an allocation asked to fail here (Memory.inject)?"""

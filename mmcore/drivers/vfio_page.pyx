@@ -110,6 +110,6 @@ def vfio_change_dma_owner(VFIODma dma not None, MM mm not None, str call):
                                          "CAP_IPC_LOCK", addr=d.iova)
         if a64_cas_acq_rel(&new.locked_vm, &now, now + n):
             break
-    if not d.mm.exited:
+    if not a32_load_relaxed(&d.mm.exited):
         a64_fetch_add_relaxed(&d.mm.locked_vm, <uint64_t>-<int64_t>n)
     dma.own(mm)

@@ -430,7 +430,7 @@ cdef object pin_failed(VFIODma dma, pinning_t *p, str call):
     return MMError(error.errno, error.strerror.partition(": ")[2], pfn=error.pfn, addr=error.addr)
 
 cdef object check_alive(VFIODma dma, str call):
-    if dma.d.mm.exited:
+    if a32_load_relaxed(&dma.d.mm.exited):
         raise MMError(_errno.ENODEV, f"{call}: the address space {dma.mm.name} that mapped IOVA {dma.d.iova:#x} has "
                                      "exited: its memory "
                                      "is gone", addr=dma.d.iova)

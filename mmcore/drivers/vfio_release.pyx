@@ -18,7 +18,7 @@ cdef int lock_acct(dma_t *d, int64_t npage) noexcept nogil:
     cdef uint64_t now
     if npage == 0:
         return 0
-    if d.mm.exited:
+    if a32_load_relaxed(&d.mm.exited):
         return 0                # its charge went with it (-ESRCH, which callers ignore)
     now = a64_load_relaxed(&d.mm.locked_vm)
     if npage < 0:
@@ -135,7 +135,7 @@ cdef uint64_t unpin_pages_remote(putting_t *u, dma_t *d, uint64_t iova, uint64_t
     """Release a chunk. Pages that are pinned externally at the same IOVA stay charged, on behalf of that pin."""
     cdef uint64_t unlocked
     cdef int64_t locked
-    if mm_unlikely(u.m.debug) and u.domain != NULL and u.domain.stale:
+    if mm_unlikely(u.m.debug) and u.domain != NULL and a64_load_relaxed(&u.domain.stale):
         u.early += npage
     unlocked = put_pfns(u, d, pfn, npage, u.how)
     if do_accounting and unlocked:
