@@ -36,8 +36,9 @@ class parallel_build_ext(build_ext):
         super().finalize_options()
         if self.parallel is None:
             self.parallel = JOBS
-        if not self.inplace:
-            # What is installed carries no debug information: with it a wheel is twelve times larger.
+        if not self.inplace and "MMCORE_CFLAGS" not in os.environ:
+            # What is installed carries no debug information: with it a wheel is twelve times larger. Builds of one's own
+            # flags keep it, for sanitizers to name lines.
             for extension in self.extensions:
                 extension.extra_compile_args = [*extension.extra_compile_args, "-g0"]
                 extension.extra_link_args = [*extension.extra_link_args, *STRIP]

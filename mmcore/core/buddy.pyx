@@ -303,7 +303,7 @@ cdef bint free_hugetlb_folio(mem_t *m, uint64_t pfn, unsigned order) noexcept no
         return False
     pthread_mutex_lock(&h.lock)
     if h.nr_free < h.nr:
-        if (as_folio(head)._flags_1 >> PG_has_hwpoisoned) & 1:
+        if (a64_load_relaxed(&as_folio(head)._flags_1) >> PG_has_hwpoisoned) & 1:
             h.nr -= 1
         else:
             a64_store_relaxed(&head.mapping, 0)
@@ -392,7 +392,7 @@ cdef void free_folios(mem_t *m, const uint64_t *freed, uint64_t nr) noexcept nog
                     locked = NULL
                 if free_hugetlb_folio(m, pfn, order):
                     continue
-            broken = test_flag(head, PG_hwpoison) if order == 0 else (as_folio(head)._flags_1 >> PG_has_hwpoisoned) & 1
+            broken = test_flag(head, PG_hwpoison) if order == 0 else (a64_load_relaxed(&as_folio(head)._flags_1) >> PG_has_hwpoisoned) & 1
             wipe(m, pfn, order)
         if locked != r:
             if locked != NULL:

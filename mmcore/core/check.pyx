@@ -302,7 +302,7 @@ cdef bint count_table(sums_t *s, mm_t *mm, uint64_t table, int level, uint64_t a
     s.uses[table].is_table = 1
     tables[0] += 1
     for i in range(ONE << mm.pgd.bits):
-        e = entry[i]
+        e = a64_load_relaxed(&entry[i])
         if e:
             used += 1
             if pte_table(e, level):

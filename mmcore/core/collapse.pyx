@@ -60,7 +60,7 @@ cdef int collapse_one(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
     old = pte_pfn(e)
     pte = table_at(m, old)
     for i in range(nr):
-        error = page_refuses(mm, pte[i])
+        error = page_refuses(mm, a64_load_relaxed(&pte[i]))
         if error:
             return error
     if take_huge(m, &new, 1) == 0:
@@ -72,7 +72,7 @@ cdef int collapse_one(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
     table_unlock(m, table)
     pgd_synchronize(g)
     for i in range(nr):
-        error = page_refuses(mm, pte[i])
+        error = page_refuses(mm, a64_load_relaxed(&pte[i]))
         if error:
             break
     if error:

@@ -363,7 +363,7 @@ cdef int file_leaf(mm_t *mm, vma_t *v, uint64_t addr, bint write, bint *done) no
         error = FAULT_SIGBUS if page_index(mm, v, addr) >= file_pages(f) else 0
     else:
         error = file_page(f, index, True, &pfn)
-        if error == 0 and page_is_head(&m.map[pfn]) and as_folio(&m.map[pfn])._flags_1 >> PG_has_hwpoisoned & 1:
+        if error == 0 and page_is_head(&m.map[pfn]) and a64_load_relaxed(&as_folio(&m.map[pfn])._flags_1) >> PG_has_hwpoisoned & 1:
             pass        # page by page, so that only the broken one refuses
         elif error == 0 and pfn & (span - 1) == 0 and (f.device != NULL or folio_order_of(&m.map[pfn]) == m.pmd_order):
             entry = table_at(m, table) + table_index(g, first, level)

@@ -70,7 +70,7 @@ cdef int put_wrong(const page_t *head, uint32_t old, uint32_t refs) noexcept nog
 
 cdef int put_last_wrong(mem_t *m, const page_t *head) noexcept nogil:
     """Why a folio may not lose its last reference; 0 when it may."""
-    cdef uint64_t flags = a64_load_relaxed(&head.flags)
+    cdef uint64_t flags = a64_load_acquire(&head.flags)
     cdef uint64_t stop = (ONE << PG_locked) | (ONE << PG_writeback) | (ONE << PG_reserved)
     if mm_unlikely((flags & stop) != 0):
         if (flags >> PG_locked) & 1:
@@ -92,6 +92,8 @@ cdef int put_last(mem_t *m, page_t *head, uint32_t old) noexcept nogil:
     """
     cdef int bad
     cdef uint32_t expected = old
+    if mm_planted(3):       # the look of before this was frozen
+        return BAD_EATS_PIN if a32_load_acquire(&head._refcount) == old else NOT_FREED
     if not a32_cas_acq_rel(&head._refcount, &expected, 0):
         return NOT_FREED
     bad = put_last_wrong(m, head)

@@ -124,7 +124,7 @@ cdef uint64_t take_huge(mem_t *m, uint64_t *pfns, uint64_t nr) noexcept nogil:
 
 cdef inline bint can_be_ready(const page_t *head) noexcept nogil:
     """Do only the words of head and tail 1 differ from those of a fresh folio?"""
-    return as_folio(head)._flags_1 >> PG_has_hwpoisoned & 1 == 0 and as_folio(head)._flags_1 >> PG_mm_tails & 1 == 0 \
+    return a64_load_relaxed(&as_folio(head)._flags_1) >> PG_has_hwpoisoned & 1 == 0 and a64_load_relaxed(&as_folio(head)._flags_1) >> PG_mm_tails & 1 == 0 \
         and not test_flag(head, PG_hwpoison)
 
 cdef void give_huge(mem_t *m, const uint64_t *pfns, uint64_t nr) noexcept nogil:
@@ -146,7 +146,7 @@ cdef void give_huge(mem_t *m, const uint64_t *pfns, uint64_t nr) noexcept nogil:
             continue
         r = region_of(m, pfns[i])
         page_init(head, r.zone_flags | (ONE << PG_head), 0)
-        as_folio(head)._flags_1 = r.zone_flags
+        a64_store_relaxed(&as_folio(head)._flags_1, r.zone_flags)
         prep_folio_words(head, m.pmd_order)
         prep_mapped_once(head)
         if r != locked:

@@ -339,19 +339,21 @@ cdef void gup_fast(gup_t *w) noexcept nogil:
     cdef uint32_t seq = 0
     cdef uint64_t start = w.addr, first = w.nr_leaves
     cdef int token
+    cdef uint64_t top
     w.next_pfn = 0      # a chunk's leaves are its own: they may have to go back
     if pin:
         seq = a32_load_acquire(&mm.write_protect_seq)
         if seq & 1:
             return
     token = walk_enter(&mm.pgd)
-    if mm.pgd.top == 0 or mm.exited:
+    top = a64_load_acquire(&mm.pgd.top)
+    if top == 0 or a32_load_relaxed(&mm.exited):
         pass
     elif w.page_by_page:
         while w.addr < w.end and fast_page(w):
             pass
     else:
-        fast_table(w, mm.pgd.top, mm.pgd.levels - 1, w.end, NULL)
+        fast_table(w, top, mm.pgd.levels - 1, w.end, NULL)
     walk_leave(&mm.pgd, token)
     count_walk(w)
     if pin:

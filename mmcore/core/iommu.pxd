@@ -27,7 +27,7 @@ cdef struct iommu_node_t:
     uint64_t *entry
 
 cdef struct iommu_t:
-    mem_t *m                    # where failures are injected; NULL while no call runs
+    mem_t *m                    # where failures are injected; NULL until the domain is set up
     pthread_mutex_t lock
     unsigned page_shift         # of the smallest leaf
     unsigned bits               # of IOVA that a level decodes

@@ -229,7 +229,8 @@ cdef int iommu_map(iommu_t *d, uint64_t iova, uint64_t phys, uint64_t size, unsi
         error = map_leaves(d, iova + done, phys + done, (size - done) >> level_shift(d, level), level, prot & 7, &done)
     if error and done:
         unmap_range(d, iova, done)
-    d.map_calls += error == 0
+    if error == 0:
+        a64_fetch_add_relaxed(&d.map_calls, 1)
     pthread_mutex_unlock(&d.lock)
     return error
 
@@ -239,7 +240,7 @@ cdef uint64_t iommu_unmap_fast(iommu_t *d, uint64_t iova, uint64_t size) noexcep
         return 0
     pthread_mutex_lock(&d.lock)
     done = unmap_range(d, iova, size)
-    d.stale += done
+    a64_fetch_add_relaxed(&d.stale, done)
     pthread_mutex_unlock(&d.lock)
     return done
 
@@ -327,6 +328,8 @@ cdef class IOMMUDomain:
         if iommu_init(&self.d, m.page_shift, bitmap):
             raise MMError(_errno.ENOMEM, "no memory for the root table of an IOMMU domain")
         self.mem = mem
+        # The Memory outlives the domain. Written once: calls of other threads read it without a lock.
+        self.d.m = m
         self.ready = True
 
     def __dealloc__(self):
@@ -336,9 +339,7 @@ cdef class IOMMUDomain:
     cdef mem_t *enter(self) except NULL:
         if not self.ready:
             raise InvalidArgument("this domain was never set up")
-        # The Memory outlives the domain, so that the pointer may stay.
-        self.d.m = self.mem.enter()
-        return self.d.m
+        return self.mem.enter()
 
     cdef void leave(self) noexcept:
         self.mem.leave()
@@ -352,18 +353,23 @@ cdef class IOMMUDomain:
     @property
     def stats(self):
         """Counts: leaves and bytes mapped now; leaves ever mapped and unmapped, syncs, iova_to_phys walks; tables."""
-        return {"leaves": self.d.leaves, "bytes": self.d.mapped, "maps": self.d.maps, "unmaps": self.d.unmaps,
-                "syncs": self.d.syncs, "iova_to_phys": self.d.walks, "tables": self.d.nodes}
+        cdef iommu_t *d = &self.d
+        cdef uint64_t leaves, mapped, maps, unmaps, walks, nodes
+        pthread_mutex_lock(&d.lock)
+        leaves, mapped, maps, unmaps, walks, nodes = d.leaves, d.mapped, d.maps, d.unmaps, d.walks, d.nodes
+        pthread_mutex_unlock(&d.lock)
+        return {"leaves": leaves, "bytes": mapped, "maps": maps, "unmaps": unmaps, "syncs": a64_load_relaxed(&d.syncs),
+                "iova_to_phys": walks, "tables": nodes}
 
     @property
     def map_calls(self):
         """Calls of iommu_map() that succeeded: one a stretch of physical memory."""
-        return self.d.map_calls
+        return a64_load_relaxed(&self.d.map_calls)
 
     @property
     def stale(self):
         """Bytes that were unmapped since the last flush of the IOTLB: a device may still reach them."""
-        return self.d.stale
+        return a64_load_relaxed(&self.d.stale)
 
     def map(self, iova, phys, size, prot=3):
         """Map [iova, iova + size) to physical addresses from phys on; all are multiples of the page size.
@@ -417,7 +423,8 @@ cdef class IOMMUDomain:
         raise TypeError("an IOMMUDomain belongs to its Memory and cannot be pickled")
 
     def __repr__(self):
-        return f"<IOMMUDomain {self.d.leaves} leaves, {format_size(self.d.mapped)} mapped>"
+        stats = self.stats
+        return f"<IOMMUDomain {stats['leaves']} leaves, {format_size(stats['bytes'])} mapped>"
 
 KINDS = ("reserved", "direct", "direct-relaxable", "msi")
 

@@ -155,7 +155,7 @@ cdef void move_state(mem_t *m, uint64_t to, uint64_t source, uint64_t nr) noexce
     a64_store_relaxed(&new.private, 0 if folio_is_hugetlb(old) else a64_load_relaxed(&old.private))
     a64_store_release(&new.mapping, a64_load_relaxed(&old.mapping))
     if nr > 1:
-        a._flags_1 |= b._flags_1 & ((ONE << PG_partially_mapped) | (ONE << PG_mm_tails))
+        a64_fetch_or_relaxed(&a._flags_1, a64_load_relaxed(&b._flags_1) & ((ONE << PG_partially_mapped) | (ONE << PG_mm_tails)))
         a._large_mapcount = b._large_mapcount
         a._nr_pages_mapped = b._nr_pages_mapped
         a._entire_mapcount = b._entire_mapcount

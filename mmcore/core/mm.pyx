@@ -179,7 +179,7 @@ cdef class MM:
         if self.mm == NULL:
             raise InvalidArgument("this MM was never set up")
         self.mem.ptr()
-        if self.mm.exited:
+        if a32_load_relaxed(&self.mm.exited):
             raise MMError(_errno.ESRCH, f"the address space {self.name} has exited")
         return self.mm
 
@@ -195,7 +195,7 @@ cdef class MM:
         cdef mm_t *mm = self.mm
         if mm == NULL:
             return
-        if not mm.exited and self.mem.m.map != NULL:
+        if not a32_load_relaxed(&mm.exited) and self.mem.m.map != NULL:
             mm_exit(mm)
         pthread_rwlock_destroy(&mm.mmap_lock)
         pthread_mutex_destroy(&mm.rmap_lock)
@@ -215,13 +215,13 @@ cdef class MM:
         return self
 
     def __exit__(self, *_):
-        if self.mm != NULL and not self.mm.exited and self.mem.m.map != NULL:
+        if self.mm != NULL and not a32_load_relaxed(&self.mm.exited) and self.mem.m.map != NULL:
             self.exit()
 
     def __repr__(self):
         if self.mm == NULL or self.mem.m.map == NULL:
             return "<MM of a closed Memory>"
-        if self.mm.exited:
+        if a32_load_relaxed(&self.mm.exited):
             return f"<MM {self.name}, exited>"
         return f"<MM {self.name}, {self.mm.nr_vmas} VMAs, rss {self.rss} pages>"
 
@@ -569,7 +569,7 @@ cdef void mm_exit(mm_t *mm) noexcept nogil:
         exit_mmap(mm)
         family_leave(mm)
         mm_unregister(mm)
-        mm.exited = True
+        a32_store_relaxed(&mm.exited, True)
     pthread_rwlock_unlock(&mm.mmap_lock)
 
 cdef object snapshot(MM self, const vma_t *v):

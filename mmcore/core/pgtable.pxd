@@ -164,7 +164,7 @@ cdef inline uint64_t *walk_find(const pgd_t *g, uint64_t addr, int *level, uint6
     table's lock; it loads the word once and works on the copy.
     """
     cdef int k = g.levels - 1
-    cdef uint64_t at = g.top
+    cdef uint64_t at = a64_load_acquire(&g.top)
     cdef uint64_t *entry
     cdef uint64_t e
     while True:

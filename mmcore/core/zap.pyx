@@ -97,7 +97,7 @@ cdef void zap_small(zap_t *z, uint64_t pfn, bint dirty) noexcept nogil:
 cdef uint64_t zap_large(zap_t *z, uint64_t *entry, uint64_t left) noexcept nogil:
     """PTEs of one large folio, from this one on: as many as follow each other. Returns how many."""
     cdef mem_t *m = z.m
-    cdef uint64_t pfn = pte_pfn(entry[0]), head = compound_head_pfn(m.map, pfn), nr = 0, e
+    cdef uint64_t pfn = pte_pfn(a64_load_relaxed(entry)), head = compound_head_pfn(m.map, pfn), nr = 0, e
     cdef uint64_t end = head + (ONE << folio_order_of(&m.map[head]))
     cdef int64_t *rss = rss_word(z, &m.map[head])
     cdef bint dirty = False

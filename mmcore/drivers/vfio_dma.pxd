@@ -62,7 +62,7 @@ cdef class DmaTree:
     cpdef Py_ssize_t first(self, uint64_t start)                # index of the first that ends at or after start
     cpdef VFIODma find(self, uint64_t start, uint64_t last)     # the first that overlaps [start, last], or None
 
-cdef bint add_run(runs_t *runs, uint64_t pfn, uint64_t nr, bint join) noexcept nogil    # False: no memory
+cdef bint add_run(mem_t *m, runs_t *runs, uint64_t pfn, uint64_t nr, bint join) noexcept nogil      # False: no memory
 cdef void drop_runs(runs_t *runs) noexcept nogil
 cdef int64_t vpfn_pages(const dma_t *d, uint64_t iova, uint64_t nr) noexcept nogil  # external pins of nr pages
 cdef vpfn_t *find_vpfn(const dma_t *d, uint64_t iova) noexcept nogil                    # exact, or NULL

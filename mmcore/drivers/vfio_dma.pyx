@@ -21,7 +21,7 @@ VFIOPin = namedtuple("VFIOPin", "iova pfn ref_count")
 VFIOPin.__doc__ = """One external pin: its exact IOVA, the page, and how often it was asked for."""
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
-cdef bint add_run(runs_t *runs, uint64_t pfn, uint64_t nr, bint join) noexcept nogil:
+cdef bint add_run(mem_t *m, runs_t *runs, uint64_t pfn, uint64_t nr, bint join) noexcept nogil:
     cdef run_t *last
     cdef uint64_t room
     cdef void *at
@@ -31,6 +31,8 @@ cdef bint add_run(runs_t *runs, uint64_t pfn, uint64_t nr, bint join) noexcept n
             last.nr += nr
             return True
     if runs.n == runs.room:
+        if inject_fails(m, INJECT_LIST):
+            return False
         room = runs.room + (runs.room >> 1) + 8
         at = realloc(runs.run, room * sizeof(run_t))
         if at == NULL:
@@ -176,7 +178,7 @@ cdef class VFIODma:
 
     @property
     def mm_alive(self):
-        return not self.d.mm.exited
+        return not a32_load_relaxed(&self.d.mm.exited)
 
     def alloc_fails(self):
         """Was an allocation asked to fail here (Memory.inject)?"""

@@ -1,6 +1,6 @@
 """Pins of single pages, for drivers; and mappings that change their owner."""
 from libc.errno cimport EINVAL, ENOMEM
-from mmcore.core.hook cimport pin_watchers
+from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t, pins_tell
 from mmcore.core.mm cimport MM
 from mmcore.core.space cimport *
 from mmcore.drivers.vfio_pin cimport *
@@ -20,7 +20,7 @@ def vfio_pin_page_external(VFIODma dma not None, uint64_t iova, bint do_accounti
     cdef uint64_t pfn = 0
     cdef int64_t got
     cdef bint rsvd
-    cdef runs_t log
+    cdef pins_t log
     if pin != NULL:
         pin.ref_count += 1
         return pin.pfn
@@ -53,11 +53,10 @@ def vfio_pin_page_external(VFIODma dma not None, uint64_t iova, bint do_accounti
     if p.error:
         raise pin_failed(dma, &p, call)
     if pin_watchers and not rsvd:
-        log.run = NULL
-        log.n = log.room = 0
+        pins_begin(&log)
         log_chunk(&log, &mem.m, pfn, 1)
         with holding(holder_name(dma)):
-            tell(mem, &log, 1)
+            pins_tell(mem, &log, 1)
     return pfn
 
 
@@ -67,15 +66,14 @@ def vfio_unpin_page_external(VFIODma dma not None, uint64_t iova, bint do_accoun
     cdef Memory mem = dma.mm.mem
     cdef vpfn_t *pin = find_vpfn(&dma.d, iova)
     cdef uint64_t pfn, released
-    cdef runs_t log
+    cdef pins_t log
     if pin == NULL:
         return False
     pin.ref_count -= 1
     if pin.ref_count:
         return True
     pfn = pin.pfn
-    log.run = NULL
-    log.n = log.room = 0
+    pins_begin(&log)
     mem.enter()
     with nogil:
         putting_begin(&u, &mem.m, RELEASE_PAGE, &log if pin_watchers else NULL)
@@ -85,9 +83,9 @@ def vfio_unpin_page_external(VFIODma dma not None, uint64_t iova, bint do_accoun
         if do_accounting:
             lock_acct(&dma.d, -<int64_t>released)
     mem.leave()
-    if log.n:
+    if log.n or log.lost:
         with holding(holder_name(dma)):
-            tell(mem, &log, -1)
+            pins_tell(mem, &log, -1)
     putting_failed(mem, &u, call)
     return True
 
@@ -110,6 +108,6 @@ def vfio_change_dma_owner(VFIODma dma not None, MM mm not None, str call):
                                          "CAP_IPC_LOCK", addr=d.iova)
         if a64_cas_acq_rel(&new.locked_vm, &now, now + n):
             break
-    if not d.mm.exited:
+    if not a32_load_relaxed(&d.mm.exited):
         a64_fetch_add_relaxed(&d.mm.locked_vm, <uint64_t>-<int64_t>n)
     dma.own(mm)

@@ -75,4 +75,4 @@ cdef object check_alive(VFIODma dma, str call)                  # raises when th
 cdef int charge(pinning_t *p, int64_t pages) noexcept nogil     # 0, -ENOMEM
 cdef int64_t vaddr_get_pfns(pinning_t *p, uint64_t vaddr, uint64_t npages, uint64_t *pfn) noexcept nogil
     # pages into the batch, from vaddr on; or raw PFNs, and the batch stays empty. How many, or a negative errno
-cdef void log_chunk(runs_t *log, mem_t *m, uint64_t pfn, uint64_t n) noexcept nogil     # for tell()
+cdef void log_chunk(pins_t *log, mem_t *m, uint64_t pfn, uint64_t n) noexcept nogil     # for tell()

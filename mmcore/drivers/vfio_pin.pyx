@@ -7,7 +7,7 @@ from mmcore.core.folio cimport FOLL_LONGTERM, FOLL_PIN, FOLL_REMOTE, FOLL_TOUCH,
 from mmcore.core.gup cimport gup_pages
 from mmcore.core.gup_args cimport gup_error
 from mmcore.core.gup_walk cimport WHY_NOTHING, WHY_OUTPUT
-from mmcore.core.hook cimport pin_watchers
+from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t, pins_tell
 from mmcore.core.iommu cimport *
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.mm cimport MM
@@ -198,7 +198,7 @@ cdef uint64_t gather_take(gup_output_t *base, const uint64_t *leaf, uint64_t nr)
     cdef gather_t *out = <gather_t *>base
     cdef uint64_t i
     for i in range(nr):
-        if mm_unlikely(not add_run(&out.p.gathered, leaf_pfn(leaf[i]), leaf_count(leaf[i]), out.join)):
+        if mm_unlikely(not add_run(out.p.m, &out.p.gathered, leaf_pfn(leaf[i]), leaf_count(leaf[i]), out.join)):
             base.error = -ENOMEM
             return i
         out.join = True
@@ -229,7 +229,7 @@ cdef void gather(pinning_t *p) noexcept nogil:
     if got != -EINTR:
         got = follow_pfnmap(p, p.at, p.wanted_pages - p.gathered_pages, &pfn, got if got else -EFAULT)
         if got > 0:
-            if add_run(&p.gathered, pfn, <uint64_t>got, p.last_rsvd):
+            if add_run(p.m, &p.gathered, pfn, <uint64_t>got, p.last_rsvd):
                 p.last_rsvd = True
                 p.gathered_pages += <uint64_t>got
                 return
@@ -315,7 +315,7 @@ cdef void map_all(pinning_t *p, const domains_t *to) noexcept nogil:
             break
         if p.acquire != ACQUIRE_SINK and remember:
             # Runs only spare questions: without memory for them, the IOMMU is asked.
-            remember = add_run(&d.runs, pfn, <uint64_t>got, False)
+            remember = add_run(p.m, &d.runs, pfn, <uint64_t>got, False)
         done += <uint64_t>got << shift
     p.error = <int>got if got < 0 else 0
     if p.acquire == ACQUIRE_SINK:
@@ -366,7 +366,7 @@ cdef void iommu_unmap_range(iommu_t *domain, uint64_t iova, uint64_t size) noexc
     iommu_sync(domain)
 
 # ---- for the container -----------------------------------------------------------------------------------------------
-cdef void log_chunk(runs_t *log, mem_t *m, uint64_t pfn, uint64_t n) noexcept nogil:
+cdef void log_chunk(pins_t *log, mem_t *m, uint64_t pfn, uint64_t n) noexcept nogil:
     cdef putting_t u
     putting_begin(&u, m, RELEASE_FOLIO, log)
     log_groups(&u, pfn, n)
@@ -430,7 +430,7 @@ cdef object pin_failed(VFIODma dma, pinning_t *p, str call):
     return MMError(error.errno, error.strerror.partition(": ")[2], pfn=error.pfn, addr=error.addr)
 
 cdef object check_alive(VFIODma dma, str call):
-    if dma.d.mm.exited:
+    if a32_load_relaxed(&dma.d.mm.exited):
         raise MMError(_errno.ENODEV, f"{call}: the address space {dma.mm.name} that mapped IOVA {dma.d.iova:#x} has "
                                      "exited: its memory "
                                      "is gone", addr=dma.d.iova)
@@ -446,7 +446,7 @@ def vfio_pin_map_dma(VFIODma dma not None, list domains, int acquire, int releas
     cdef pinning_t p
     cdef domains_t to
     cdef Memory mem = dma.mm.mem
-    cdef runs_t log
+    cdef pins_t log
     cdef bint watched = pin_watchers != 0
     check_alive(dma, call)
     domains_in(domains, &to)
@@ -459,15 +459,17 @@ def vfio_pin_map_dma(VFIODma dma not None, list domains, int acquire, int releas
     if p.error:
         raise pin_failed(dma, &p, call)
     if watched:
-        log.run = NULL
-        log.n = log.room = 0
+        pins_begin(&log)
+        if not dma.d.runs_whole:
+            # There was no memory for the runs: the books are told that they do not know.
+            log.lost = dma.d.size >> mem.m.page_shift
         for i in range(dma.d.runs.n):
             log_chunk(&log, &mem.m, dma.d.runs.run[i].pfn, dma.d.runs.run[i].nr)
         if not remember:
             drop_runs(&dma.d.runs)
             dma.d.runs_whole = False
         with holding(holder_name(dma)):
-            tell(mem, &log, 1)
+            pins_tell(mem, &log, 1)
 
 
 def vfio_replay(VFIODma dma not None, list domains, IOMMUDomain new not None, str call):
@@ -491,20 +493,19 @@ def vfio_unreplay(VFIODma dma not None, IOMMUDomain new not None, int release):
     """Take back vfio_pin_map_dma() of a mapping in an attach that failed: external pins stay charged."""
     cdef unmapping_t z
     cdef domains_t to
-    cdef runs_t log
+    cdef pins_t log
     cdef Memory mem = dma.mm.mem
     domains_in([new], &to)
-    log.run = NULL
-    log.n = log.room = 0
+    pins_begin(&log)
     mem.enter()
     with nogil:
         putting_begin(&z.u, &mem.m, release, &log if pin_watchers else NULL)
         unmap_unpin(&z, &dma.d, &to, dma.d.size, ACCOUNT_EACH)
         putting_end(&z.u)
     mem.leave()
-    if log.n:
+    if log.n or log.lost:
         with holding(holder_name(dma)):
-            tell(mem, &log, -1)
+            pins_tell(mem, &log, -1)
     unmapping_failed(mem, &z)
 
 

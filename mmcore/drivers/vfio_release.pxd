@@ -13,6 +13,7 @@ Laws
     Unpinning follows the flush of the IOTLB: with Memory(debug=True) what comes too early is named as well.
 """
 from libc.stdint cimport int64_t, uint64_t
+from mmcore.core.hook cimport pins_t
 from mmcore.core.iommu cimport iommu_t
 from mmcore.core.walk cimport *
 from mmcore.drivers.vfio_dma cimport *
@@ -26,7 +27,7 @@ cdef struct putting_t:          # one call that releases
     mem_t *m
     int how                     # vfio_release
     iommu_t *domain             # whose translations must be flushed by now; NULL: none to be flushed
-    runs_t *log                 # (head, pages) of what goes, for those who watch pins; NULL: nobody does
+    pins_t *log                 # what goes, for those who watch pins; NULL: nobody does
     uint64_t pages              # pins dropped; added to the counters at the end
     uint64_t updates
     uint64_t large              # of them, of large folios
@@ -37,7 +38,7 @@ cdef struct putting_t:          # one call that releases
     uint64_t early              # pages unpinned before the flush
     bint interrupted            # a signal handler raised while a folio lock was waited for
 
-cdef void putting_begin(putting_t *u, mem_t *m, int how, runs_t *log) noexcept nogil
+cdef void putting_begin(putting_t *u, mem_t *m, int how, pins_t *log) noexcept nogil
 cdef void putting_end(putting_t *u) noexcept nogil              # adds the counts
 cdef object putting_failed(Memory mem, putting_t *u, str call)  # raises what went wrong, if anything did
 
@@ -46,4 +47,3 @@ cdef uint64_t put_pfns(putting_t *u, const dma_t *d, uint64_t pfn, uint64_t n, i
 cdef uint64_t unpin_pages_remote(putting_t *u, dma_t *d, uint64_t iova, uint64_t pfn, uint64_t npage,
                                  bint do_accounting) noexcept nogil
 cdef void log_groups(putting_t *u, uint64_t pfn, uint64_t n) noexcept nogil
-cdef object tell(Memory mem, runs_t *log, int sign)             # the watchers; frees the log

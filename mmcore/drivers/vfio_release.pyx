@@ -2,7 +2,7 @@
 from libc.errno cimport ENOMEM
 from libc.string cimport memset
 from mmcore.core.folio cimport FREED, bad_page, free_folio, put_pins
-from mmcore.core.hook cimport pins_add, pins_begin, pins_t, pins_tell
+from mmcore.core.hook cimport pins_add
 from mmcore.core.lock cimport lock_wait, mark_dirty, raise_pending, unlock
 
 from ..core.errors import BadPage
@@ -18,7 +18,7 @@ cdef int lock_acct(dma_t *d, int64_t npage) noexcept nogil:
     cdef uint64_t now
     if npage == 0:
         return 0
-    if d.mm.exited:
+    if a32_load_relaxed(&d.mm.exited):
         return 0                # its charge went with it (-ESRCH, which callers ignore)
     now = a64_load_relaxed(&d.mm.locked_vm)
     if npage < 0:
@@ -116,7 +116,7 @@ cdef void log_groups(putting_t *u, uint64_t pfn, uint64_t n) noexcept nogil:
             i += 1
             continue
         next_in_range(u.m.map, pfn + i, n - i, &g)
-        add_run(u.log, g.head, g.count, False)
+        pins_add(u.log, g.head, g.count)
         i += g.count
 
 cdef uint64_t put_pfns(putting_t *u, const dma_t *d, uint64_t pfn, uint64_t n, int how) noexcept nogil:
@@ -135,7 +135,7 @@ cdef uint64_t unpin_pages_remote(putting_t *u, dma_t *d, uint64_t iova, uint64_t
     """Release a chunk. Pages that are pinned externally at the same IOVA stay charged, on behalf of that pin."""
     cdef uint64_t unlocked
     cdef int64_t locked
-    if mm_unlikely(u.m.debug) and u.domain != NULL and u.domain.stale:
+    if mm_unlikely(u.m.debug) and u.domain != NULL and a64_load_relaxed(&u.domain.stale):
         u.early += npage
     unlocked = put_pfns(u, d, pfn, npage, u.how)
     if do_accounting and unlocked:
@@ -144,7 +144,7 @@ cdef uint64_t unpin_pages_remote(putting_t *u, dma_t *d, uint64_t iova, uint64_t
     return unlocked
 
 # ---- a call ----------------------------------------------------------------------------------------------------------
-cdef void putting_begin(putting_t *u, mem_t *m, int how, runs_t *log) noexcept nogil:
+cdef void putting_begin(putting_t *u, mem_t *m, int how, pins_t *log) noexcept nogil:
     memset(u, 0, sizeof(putting_t))
     u.m = m
     u.how = how
@@ -171,12 +171,3 @@ cdef object putting_failed(Memory mem, putting_t *u, str call):
     if u.early:
         raise BadPage("unpin after the IOTLB flush", f"{call}: {u.early} pages were unpinned while a device could "
                                                      "still reach them")
-
-cdef object tell(Memory mem, runs_t *log, int sign):
-    cdef uint64_t i
-    cdef pins_t pins
-    pins_begin(&pins)
-    for i in range(log.n):
-        pins_add(&pins, log.run[i].pfn, log.run[i].nr)
-    drop_runs(log)
-    pins_tell(mem, &pins, sign)

@@ -1,5 +1,5 @@
 """Unmapping DMA mappings."""
-from mmcore.core.hook cimport pin_watchers
+from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t, pins_tell
 from mmcore.core.iommu cimport *
 
 from ..core.errors import BadPage, InvalidArgument
@@ -11,7 +11,6 @@ cdef int domains_in(list domains, domains_t *out) except -1:
     if len(domains) > MAX_DOMAINS:
         raise InvalidArgument(f"a container has at most {MAX_DOMAINS} domains")
     for domain in domains:
-        domain.d.m = &domain.mem.m      # where failures are injected
         out.d[out.n] = &domain.d
         out.n += 1
     return 0
@@ -134,20 +133,19 @@ def vfio_unmap_unpin(VFIODma dma not None, list domains, int how, bint do_accoun
     """
     cdef unmapping_t z
     cdef domains_t in_
-    cdef runs_t log
+    cdef pins_t log
     cdef Memory mem = dma.mm.mem
     domains_in(domains, &in_)
-    log.run = NULL
-    log.n = log.room = 0
+    pins_begin(&log)
     mem.enter()
     with nogil:
         putting_begin(&z.u, &mem.m, how, &log if pin_watchers else NULL)
         unmap_unpin(&z, &dma.d, &in_, dma.d.size, ACCOUNT_ALL if do_accounting else ACCOUNT_NOT)
         putting_end(&z.u)
     mem.leave()
-    if log.n:
+    if log.n or log.lost:
         with holding(holder_name(dma)):
-            tell(mem, &log, -1)
+            pins_tell(mem, &log, -1)
     unmapping_failed(mem, &z)
     return 0 if do_accounting else z.unlocked
 

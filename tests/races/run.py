@@ -37,11 +37,11 @@ def main(words):
         for schedule, error in failures:
             print(f"    {type(error).__name__}: {error}\n    schedule: {''.join(map(str, schedule))}")
         bad += len(failures)
-    for number, scenario in PLANTED:
+    for number, scenario, preemptions in PLANTED:
         if words and not any(word.lower() in scenario.__name__.lower() for word in words):
             continue
         explorer.planted.value = number
-        runs, _, failures, _ = explorer.explore(scenario, 2, 3000)
+        runs, _, failures, _ = explorer.explore(scenario, preemptions, 4000)
         explorer.planted.value = 0
         found = f"found, {runs} interleavings: {str(failures[0][1])[:90]}" if failures else f"NOT FOUND in {runs} interleavings"
         print(f"planted fault {number} in {scenario.__name__}: {found}", flush=True)

@@ -142,6 +142,61 @@ class UnpinsAgainstFree(UnpinAgainstFree):
         return [lambda: mmc.folio_put(self.folio), lambda: mmc.unpin_user_pages(pages), lambda: mmc.unpin_user_folio(self.folio, 1)]
 
 
+class UnpinAgainstPassingPin(World):
+    """
+        driver   unpin_user_page, of the last pin      is never refused for a pin that was there only while it looked
+        walk     try_grab_folio, unpin_folio           as the walk without locks pins a page, sees that its entry changed,
+                                                       and takes the pin back; ENOMEM when the driver was first
+    """
+    order = 2
+
+    def build(self):
+        self.folio = mmc.folio_alloc(self.mem, self.order)
+        mmc.try_grab_folio(self.folio, 1)
+        mmc.folio_put(self.folio)
+        self.page = mmc.folio_page(self.folio, 0)
+
+    def drop(self):
+        mmc.unpin_user_page(self.page)
+
+    def passes(self):
+        try:
+            mmc.try_grab_folio(self.folio, 1)
+        except MMError as error:
+            assert error.errno == errno.ENOMEM
+        else:
+            mmc.unpin_folio(self.folio)
+
+    def actors(self):
+        return [self.drop, self.passes]
+
+    def end(self):
+        self.over()
+
+
+class UnpinSmallAgainstPassingPin(UnpinAgainstPassingPin):
+    """The same with a small folio."""
+    order = 0
+
+
+class PutAgainstPassingPin(UnpinAgainstPassingPin):
+    """The same with a plain reference as the last one."""
+    def build(self):
+        self.folio = mmc.folio_alloc(self.mem, self.order)
+
+    def drop(self):
+        mmc.folio_put(self.folio)
+
+
+class PutAgainstPassingLock(PutAgainstPassingPin):
+    """The walk takes the folio's lock as well, with a reference of its own."""
+    def passes(self):
+        if mmc.folio_try_get(self.folio):
+            mmc.folio_lock(self.folio)
+            mmc.folio_unlock(self.folio)
+            mmc.folio_put(self.folio)
+
+
 class DirtyAgainstWriteback(World):
     """
         driver      unpin_user_pages_dirty_lock(make_dirty)
@@ -267,10 +322,13 @@ class MunmapAgainstFastPin(MunmapAgainstLongterm):
 # class, preemptions, interleavings at most
 SCENARIOS = [
     (GrabAgainstLastPut, 4, 4000), (GrabSmallAgainstLastPut, 4, 4000), (GrabAgainstSplit, 3, 3000), (UnpinAgainstFree, 4, 4000),
-    (UnpinSmallAgainstFree, 4, 4000), (UnpinsAgainstFree, 3, 4000), (DirtyAgainstWriteback, 3, 3000),
-    (ForkAgainstFastPin, 2, 3000), (CollapseAgainstFastPin, 2, 3000), (MunmapAgainstLongterm, 2, 3000),
-    (MunmapAgainstFastPin, 2, 3000),
+    (UnpinSmallAgainstFree, 4, 4000), (UnpinsAgainstFree, 3, 4000), (UnpinAgainstPassingPin, 4, 4000),
+    (UnpinSmallAgainstPassingPin, 4, 4000), (PutAgainstPassingPin, 4, 4000), (PutAgainstPassingLock, 4, 4000),
+    (DirtyAgainstWriteback, 3, 3000), (ForkAgainstFastPin, 2, 3000), (CollapseAgainstFastPin, 2, 3000),
+    (MunmapAgainstLongterm, 2, 3000), (MunmapAgainstFastPin, 2, 3000),
 ]
-# a fault planted into the build, and a scenario that must find it: 1 compare-and-swap does not compare; 2 the fast walk does
-# not look whether a fork began
-PLANTED = [(1, UnpinAgainstFree), (1, UnpinsAgainstFree), (2, ForkAgainstFastPin)]
+# a fault planted into the build, a scenario that must find it, and the preemptions that it takes: 1 compare-and-swap does not
+# compare; 2 the fast walk does not look whether a fork began; 3 why a last reference must stay is looked at twice, and not
+# with the count frozen
+PLANTED = [(1, UnpinAgainstFree, 2), (1, UnpinsAgainstFree, 2), (2, ForkAgainstFastPin, 2), (3, UnpinAgainstPassingPin, 3),
+           (3, PutAgainstPassingPin, 3), (3, PutAgainstPassingLock, 3)]

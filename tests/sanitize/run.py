@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
-THREADS = ["test_threads.py", "test_gup_threads.py", "test_mm_threads.py"]
+THREADS = ["test_threads.py", "test_gup_threads.py", "test_mm_threads.py", "test_vfio_threads.py"]
 KINDS = {
     # name: compiler words, library, where its options go and what they are, what runs
     "tsan": ("-O1 -g -fsanitize=thread -Wno-tsan", "libtsan.so", "TSAN_OPTIONS",
