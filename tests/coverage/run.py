@@ -22,17 +22,29 @@ FLAGS = "-O1 --coverage -fprofile-update=atomic"
 LEFT_OUT = "pragma: no cover"
 
 
+# Code that is of no line: what closes a function, a try or a loop, and what is written after the last function. Cython says of
+# it the line that it said last, which would count as run whenever the function returns from anywhere.
+NOBODYS = re.compile(r"\s*/\* function exit code \*/|\s*__pyx_L\d+(_(?!bool_binop_done|next_and|next_or)\w+)?:;"
+                     r"|/\* #### Code section: (?!module_code|init_module)")
+NOWHERE = '#line 1 "generated"'
+
+
 def hold_lines(text):
     """Return C in which each line says which line of the .pyx it is of; Cython says it once, and the next ones count on."""
-    out, here, open_comment, continued = [], None, False, False
+    out, here, open_comment, continued = [], NOWHERE, False, False
     for line in text.splitlines():
         said = re.match(r'#line (\d+) "(.*)"$', line)
         if said:
-            here = f'#line {said[1]} "{said[2]}"'
+            # Until a comment says that a statement begins, it is the last one's line again.
+            if here != NOWHERE:
+                here = f'#line {said[1]} "{said[2]}"'
             continue
-        if "Runtime support code" in line:
-            here = None
-        if here and not open_comment and not continued:
+        begins = re.match(r'\s*/\* "(.*)":(\d+)$', line)
+        if begins:
+            here = f'#line {begins[2]} "{begins[1]}"'
+        elif NOBODYS.match(line):
+            here = NOWHERE
+        if not open_comment and not continued:
             out.append(here)
         out.append(line)
         continued = line.endswith("\\")
