@@ -520,3 +520,39 @@ def test_no_memory_for_a_file(mem, site, kind):
             else:
                 break
     assert failed
+
+
+# ---- huge pages of a file ------------------------------------------------------------------------------------------------
+def test_a_private_write_copies_the_file_page_or_says_that_the_pool_is_empty(mm):
+    file = File(mm.mem, HUGE, "hugetlbfs")
+    file.write(0, b"F")
+    a = private(mm, file, HUGE, )
+    taken = [mmc.folio_alloc(mm.mem, 9, hugetlb=True) for _ in range(2)]     # one is promised to the mapping
+    mm.write(a + 1, b"P")
+    assert mm.read(a, 2) == b"FP" and file.read(0, 2) == b"F\0" and exclusive(mm.page_at(a))
+    child = mm.fork()
+    before = child.page_at(a)
+    with pytest.raises(MMError, match="SIGBUS"):
+        child.write(a, b"C")
+    assert child.page_at(a) == before and child.read(a, 2) == b"FP"
+    b = mm.mmap(HUGE, flags=mmc.MAP_PRIVATE | mmc.MAP_NORESERVE, file=file)
+    with pytest.raises(MMError, match="SIGBUS"):
+        mm.write(b, b"P")
+    assert mm.read(b, 1) == b"F"
+    for folio in taken:
+        mmc.folio_put(folio)
+    child.write(a, b"C")
+    assert child.read(a, 2) == b"CP" and mm.read(a, 2) == b"FP"
+    child.exit()
+
+
+def test_a_shared_huge_page_that_was_read_only_is_written_again(mm):
+    file = File(mm.mem, HUGE, "hugetlbfs")
+    a = shared(mm, file, HUGE)
+    mm.write(a, b"1")
+    mm.mprotect(a, HUGE, mmc.PROT_READ)
+    with pytest.raises(MMError, match="SIGSEGV|not writable|protection"):
+        mm.write(a, b"2")
+    mm.mprotect(a, HUGE, mmc.PROT_READ | mmc.PROT_WRITE)
+    mm.write(a, b"3")
+    assert file.read(0, 1) == b"3" and mm.page_at(a).folio.dirty

@@ -325,3 +325,31 @@ def test_no_place_is_left(mem):
         with refused(mem, MMError, errno=errno.ENOMEM):
             mm.mmap((1 << 46) + HUGE, prot=0)
         assert [vma.start for vma in mm.vmas] == [a]
+
+
+# ---- moving ------------------------------------------------------------------------------------------------------------
+def test_what_is_locked_stays_locked_and_what_is_swapped_stays_swapped(mem, mm):
+    locked = mm.mmap(2 * PAGE, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_LOCKED)
+    to = mm.mmap(8 * PAGE, prot=0)
+    assert mm.locked_vm == 2
+    assert mm.mremap(locked, 2 * PAGE, 3 * PAGE, to) == to and mm.locked_vm == 3
+    a = mm.mmap(2 * PAGE)
+    mm.write(a, b"swapped")
+    mm.madvise(a, PAGE, mmc.MADV_PAGEOUT)
+    mm.clear_refs(4)
+    assert word(mm, a) & (SWAP | SOFT) == SWAP
+    b = mm.mremap(a, 2 * PAGE, 2 * PAGE, to + 4 * PAGE)
+    assert b == to + 4 * PAGE and word(mm, b) & (SWAP | SOFT) == SWAP | SOFT, "a move is a change"
+    assert mm.read(b, 7) == b"swapped" and mm.find_vma(a) is None
+    mm.munmap(to, 3 * PAGE)
+    assert mm.locked_vm == 0
+
+
+def test_moves_that_cannot_be(mem, mm):
+    a = mm.mmap(4 * PAGE)
+    mm.munmap(a + 2 * PAGE, PAGE)
+    for args, number in (((0x10000, PAGE, 2 * PAGE), errno.EFAULT), ((a, 4 * PAGE, 8 * PAGE), errno.EFAULT),
+                         ((a, 2 * PAGE, 2 * PAGE, a + PAGE), errno.EINVAL)):
+        with refused(mem, (MMError, InvalidArgument), errno=number):
+            mm.mremap(*args)
+    assert [(vma.start, vma.end) for vma in mm.vmas] == [(a, a + 2 * PAGE), (a + 3 * PAGE, a + 4 * PAGE)]
