@@ -369,3 +369,29 @@ def test_the_checker_sees_boundaries(mem):
     device = Device(mem, max_seg_size=UINT_MAX, seg_boundary_mask=65535)
     assert device.check(entries(mem, [(15, 0, PAGE), (16, 0, 65536)])) == []
     assert len(device.check(entries(mem, [(15, 0, PAGE + 1)]))) == 1
+
+
+def test_what_devices_and_domains_say(mem):
+    device = Device(mem, seg_boundary_mask=0xffff, iommu=True)
+    assert (device.seg_boundary_mask, device.iommu, Device(mem).iommu) == (0xffff, True, False)
+    domain = IOMMUDomain(mem)
+    with refused(mem, InvalidArgument, "set up already"):
+        domain.__init__(mem)
+    with refused(mem, InvalidArgument, "never set up"):
+        IOMMUDomain.__new__(IOMMUDomain).map(0, 0, PAGE)
+    domain.map(G1, 0, 2 * PAGE)
+    for iova, size in ((G1 + 1, PAGE), (G1, PAGE + 1), ((1 << 64) - PAGE, 2 * PAGE)):
+        with refused(mem, InvalidArgument, "multiples of 4096, within 64 bits"):
+            domain.unmap(iova, size)
+    assert domain.stats["leaves"] == 2
+
+
+def test_no_iova_for_more_than_there_is(mem):
+    """A table longer than the device's address space: no range is taken, and a smaller one still fits."""
+    device = Device(mem, dma_mask=(1 << 20) - 1, iommu=True)
+    sgt = build(mem, range(1000, 1512))
+    with refused(mem, MMError, "of IOVA space are left below 0xfffff", errno=12):
+        mmc.dma_map_sgtable(device, sgt)
+    small = build(mem, [20])
+    mmc.dma_map_sgtable(device, small)
+    mmc.dma_unmap_sgtable(device, small)

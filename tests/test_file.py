@@ -381,3 +381,178 @@ def test_advice_on_a_part_of_a_leaf_over_base_pages_of_a_device(advice):
         assert mm.read(addr, 4) == b"kept"
         mm.exit()
         mem.check()
+
+
+# ---- what a file refuses, and why ------------------------------------------------------------------------------------
+def test_files_are_set_up_once_and_say_what_they_are(mem):
+    file = File(mem, 3 * PAGE)
+    file.write(0, b"x")
+    assert repr(file) == "<File tmpfs, 12K, 1 pages in memory, 0 mappings>" and file.page_size == PAGE
+    with refused(mem, InvalidArgument, match="set up already"):
+        file.__init__(mem, PAGE)
+    blank = File.__new__(File)
+    assert "closed" in repr(blank)
+    with refused(mem, InvalidArgument, match="never set up"):
+        blank.size
+    assert File(mem, "4M", "devdax", device=mem.devices[0]).page_size == HUGE
+    assert File(mem, "4M", "devdax", device=mem.devices[3]).page_size == PAGE
+
+
+@pytest.mark.parametrize("kind, device, match", [("pfnmap", None, "size of what it stands for"), ("iomem", None, "size of what"),
+                                                 ("devdax", 0, "size of what"), ("secretmem", None, "set once"),
+                                                 ("hugetlbfs", None, "no multiple of the huge page size")])
+def test_sizes_that_cannot_be_set(mem, kind, device, match):
+    file = File(mem, HUGE, kind, device=device)
+    with refused(mem, InvalidArgument, match=match):
+        file.truncate(3 * PAGE)
+    assert file.size == HUGE
+
+
+def test_a_file_larger_than_its_device(mem):
+    file = File(mem, PAGE, "fsdax", device=mem.devices[2])
+    with refused(mem, MMError, errno=errno.ENOSPC, match="more than the device has"):
+        file.truncate("8M")
+    file.truncate("4M")
+    assert file.size == 4 << 20
+
+
+def test_no_room_for_a_larger_cache(mem):
+    file = File(mem, PAGE, "ext4")
+    file.write(0, b"kept")
+    file.writeback()
+    with mem.inject("alloc"), refused(mem, MMError, errno=errno.ENOMEM, match="page cache of 1M"):
+        file.truncate("1M")
+    assert file.size == PAGE
+    file.truncate("1M")         # the disk moves along with the cache
+    assert mmc.reclaim(file.page_at(0).folio) and file.nr_cached == 0
+    assert file.read(0, 4) == b"kept" and file.read((1 << 20) - 4, 8) == bytes(4)
+
+
+@pytest.mark.parametrize("kind, device", [("tmpfs", None), ("ext4", None), ("hugetlbfs", None), ("secretmem", None)])
+def test_only_devices_are_unplugged(mem, kind, device):
+    file = File(mem, HUGE, kind)
+    with refused(mem, InvalidArgument, match=f"a {kind} file has no device"):
+        file.unplug()
+
+
+def test_io_that_fails_says_where_and_why(mem):
+    dax = File(mem, "4M", "fsdax", device=mem.devices[2])
+    dax.write(PAGE, b"there")
+    assert dax.read(PAGE, 5) == b"there" and dax.read(5 * PAGE, 2) == b"\0\0"
+    dax.unplug()
+    with refused(mem, MMError, errno=errno.EIO, match="the device of this fsdax file was removed"):
+        dax.read(PAGE, 5)
+    huge = File(mem, 2 * HUGE, "hugetlbfs")
+    taken = [mmc.folio_alloc(mem, 9, hugetlb=True) for _ in range(4)]
+    with refused(mem, MMError, errno=errno.EIO, match="the pool of 2M pages is empty: release some"):
+        huge.write(HUGE, b"x")
+    for folio in taken:
+        mmc.folio_put(folio)
+    huge.write(HUGE, b"x")
+    assert huge.read(HUGE, 2) == b"x\0" and huge.nr_cached == 512
+    small = File(mem, PAGE)
+    with mem.inject("frame"), refused(mem, MMError, errno=errno.ENOMEM, match="no free page for offset"):
+        small.write(0, b"x")
+    assert small.nr_cached == 0
+
+
+def test_registers_are_written_without_a_mapping(mem):
+    file = File(mem, 2 * PAGE, "iomem")
+    file.write(PAGE - 2, b"1234")
+    assert file.read(PAGE - 2, 4) == b"1234" and file.page_at(0) is None
+    file.unplug()
+
+
+def test_the_end_inside_a_folio_that_is_held(mm):
+    """
+        THP   |0|1|2|3|...|511|    page 7 pinned, truncated to 4 pages: nothing is split, what is beyond reads as zero
+    """
+    file = File(mm.mem, HUGE)
+    a = shared(mm, file, HUGE)
+    mm.madvise(a, HUGE, mmc.MADV_HUGEPAGE)
+    mm.write(a + 3 * PAGE, b"kept")
+    mm.write(a + 7 * PAGE, b"gone")
+    pages = pin(mm, a + 7 * PAGE)
+    folio = pages[0].folio
+    assert folio.order == 9
+    file.truncate(4 * PAGE)
+    assert folio.order == 9 and file.size == 4 * PAGE and seen_by_device(pages, 0, 4) == bytes(4)
+    assert file.read(3 * PAGE, 9) == b"kept" + bytes(5)
+    mmc.unpin_user_pages(pages)
+    file.truncate(HUGE)
+    assert file.read(7 * PAGE, 4) == bytes(4)
+    mm.mem.check()
+
+
+def test_no_second_thp_where_a_page_is(mm):
+    file = File(mm.mem, 2 * HUGE - PAGE)
+    a = shared(mm, file, 2 * HUGE - PAGE)
+    file.write(5 * PAGE, b"small")
+    mm.madvise(a, 2 * HUGE - PAGE, mmc.MADV_HUGEPAGE)
+    mm.touch(a, PAGE)
+    assert mm.page_at(a).folio.order == 0, "the cache has a page of that stretch"
+    mm.touch(a + HUGE, PAGE)
+    assert mm.page_at(a + HUGE).folio.order == 0, "the file ends inside"
+
+
+def test_no_block_for_a_thp_of_a_file(mm):
+    file = File(mm.mem, HUGE)
+    a = shared(mm, file, HUGE)
+    mm.madvise(a, HUGE, mmc.MADV_HUGEPAGE)
+    mm.touch(a, PAGE)       # tables
+    file.truncate(0)
+    file.truncate(HUGE)
+    with mm.mem.inject("frame"):
+        mm.touch(a, PAGE)
+    assert mm.page_at(a).folio.order == 0, "base pages do where no block is free"
+
+
+@pytest.mark.parametrize("site, kind", [("alloc", "tmpfs"), ("alloc", "ext4"), ("frame", "pfnmap")])
+def test_no_memory_for_a_file(mem, site, kind):
+    failed = 0
+    for nth in range(1, 20):
+        with mem.inject(site, nth=nth):
+            try:
+                File(mem, 4 * PAGE, kind)
+            except (MemoryError, MMError) as error:
+                failed += 1
+                assert isinstance(error, MemoryError) or error.errno == errno.ENOMEM
+            else:
+                break
+    assert failed
+
+
+# ---- huge pages of a file ------------------------------------------------------------------------------------------------
+def test_a_private_write_copies_the_file_page_or_says_that_the_pool_is_empty(mm):
+    file = File(mm.mem, HUGE, "hugetlbfs")
+    file.write(0, b"F")
+    a = private(mm, file, HUGE, )
+    taken = [mmc.folio_alloc(mm.mem, 9, hugetlb=True) for _ in range(2)]     # one is promised to the mapping
+    mm.write(a + 1, b"P")
+    assert mm.read(a, 2) == b"FP" and file.read(0, 2) == b"F\0" and exclusive(mm.page_at(a))
+    child = mm.fork()
+    before = child.page_at(a)
+    with pytest.raises(MMError, match="SIGBUS"):
+        child.write(a, b"C")
+    assert child.page_at(a) == before and child.read(a, 2) == b"FP"
+    b = mm.mmap(HUGE, flags=mmc.MAP_PRIVATE | mmc.MAP_NORESERVE, file=file)
+    with pytest.raises(MMError, match="SIGBUS"):
+        mm.write(b, b"P")
+    assert mm.read(b, 1) == b"F"
+    for folio in taken:
+        mmc.folio_put(folio)
+    child.write(a, b"C")
+    assert child.read(a, 2) == b"CP" and mm.read(a, 2) == b"FP"
+    child.exit()
+
+
+def test_a_shared_huge_page_that_was_read_only_is_written_again(mm):
+    file = File(mm.mem, HUGE, "hugetlbfs")
+    a = shared(mm, file, HUGE)
+    mm.write(a, b"1")
+    mm.mprotect(a, HUGE, mmc.PROT_READ)
+    with pytest.raises(MMError, match="SIGSEGV|not writable|protection"):
+        mm.write(a, b"2")
+    mm.mprotect(a, HUGE, mmc.PROT_READ | mmc.PROT_WRITE)
+    mm.write(a, b"3")
+    assert file.read(0, 1) == b"3" and mm.page_at(a).folio.dirty

@@ -373,3 +373,60 @@ def test_the_exit_of_a_with_statement_unregisters():
         assert pins(mem) == 1
     assert pins(mem) == 0
     mem.check()
+
+
+# ---- the face ----------------------------------------------------------------------------------------------------------------
+def test_what_tables_and_buffers_say():
+    mem, mm = thp()
+    addr = mapped(mm, HUGE)
+    table = BufferTable(mm)
+    assert repr(table) == "<BufferTable, nothing registered>"
+    table.register([(addr, HUGE), (0, 0)])
+    assert repr(table) == "<BufferTable of 2 slots, 1 used>"
+    buf = table.buffers[0]
+    assert repr(buf) == f"<RegisteredBuffer {addr:#x}+{HUGE:#x}, 1 bvecs of up to 2M>"
+    assert (buf.mem, buf.offset, buf.folio_shift, buf.acct_pages) == (mem, 0, 21, 512)
+    table.unregister()
+    assert pins(mem) == 0
+
+
+def test_what_cannot_be_cloned_or_updated():
+    mem, mm = base()
+    other, stranger = base()
+    addr, there = mapped(mm, PAGE), mapped(stranger, PAGE)
+    table, foreign, empty = BufferTable(mm), BufferTable(stranger), BufferTable(mm)
+    table.register([(addr, PAGE)])
+    foreign.register([(there, PAGE)])
+    before = state(mem), state(other)
+    for wrong, error, match in (((mm,), TypeError, "BufferTable is wanted"), ((foreign,), InvalidArgument, "two Memories"),
+                                ((table, 1 << 32), InvalidArgument, "src_off 4294967296 does not fit in 32 bits")):
+        with pytest.raises(error, match=match):
+            empty.clone(*wrong)
+    for index in (True, 0.0, "0", None):
+        with pytest.raises(TypeError, match="index is an int"):
+            table.update(index, [(addr, PAGE)])
+    assert (state(mem), state(other)) == before and empty.buffers == []
+    table.unregister()
+    foreign.unregister()
+
+
+@pytest.mark.parametrize("wrong, error", [([5], TypeError), (None, TypeError), ("empty", InvalidArgument), ("null", InvalidArgument)])
+def test_what_cannot_be_coalesced(wrong, error):
+    mem, mm = base()
+    wrong = {"empty": PageList(mem), "null": PageList(mem, [0, 5])}.get(wrong, wrong) if isinstance(wrong, str) else wrong
+    with pytest.raises(error):
+        io_check_coalesce_buffer(wrong)
+
+
+def test_pages_that_do_not_fit_a_buffer():
+    mem, mm = base()
+    other, stranger = base()
+    pages = PageList(mem, pages_of(mm, mapped(mm, 2 * PAGE), 2 * PAGE))
+    foreign = PageList(other, pages_of(stranger, mapped(stranger, PAGE), PAGE))
+    table = BufferTable(mm)
+    for what, match in ((foreign, "another Memory"), ((pages, 0, 3 * PAGE), "are not the 2 pages"), ((pages, PAGE, PAGE), "are not the"),
+                        (PageList(mem, [pages.pfns[0], 0]), "NULL")):
+        before = state(mem)
+        with pytest.raises(InvalidArgument, match=match):
+            table.register([what])
+        assert state(mem) == before and table.buffers == []

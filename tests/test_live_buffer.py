@@ -1,5 +1,6 @@
 """live.buffer: real mappings, their backing, and how they end."""
 
+import errno
 import mmap
 import sys
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from live_support import PAGE, linux, or_skip
 
-from mmcore import live
+from mmcore import MMError, live
 from mmcore.live.buffer import hugetlb_pool, hugetlb_size, thp_size
 from mmcore.live.limits import available_memory
 
@@ -150,3 +151,114 @@ def test_alignment_does_not_rely_on_the_kernel(npages, align):
     assert len({buf.addr for buf in made}) == 8
     for buf in made:
         buf.close()
+
+
+# ---- what other kernels answer ---------------------------------------------------------------------------------------
+def answering(monkeypatch, **answers):
+    """Let madvise(2) fail with an errno by the name of the advice; returns the Buffer type that buffer() makes now."""
+    module = sys.modules["mmcore.live.buffer"]
+    numbers = {getattr(mmap, name, getattr(module, name, None)): error for name, error in answers.items()}
+
+    class Answering(module.Buffer):
+        def madvise(self, advice, *range):
+            if advice in numbers:
+                raise OSError(numbers[advice], "as told")
+            return super().madvise(advice, *range)
+
+    monkeypatch.setattr(module, "Buffer", Answering)
+    return Answering
+
+
+def test_kernels_without_populate_are_written_page_by_page(monkeypatch):
+    answering(monkeypatch, MADV_POPULATE_WRITE=errno.EINVAL)
+    with live.buffer("1M") as buf:
+        assert bytes(buf[::PAGE]) == b"\1" * 256
+        assert sum(vma.rss for vma in live.vmas("self", buf.addr, buf.addr + buf.length)) >= buf.length
+
+
+def test_a_buffer_that_cannot_be_populated_is_unmapped_and_says_why(monkeypatch):
+    made = []
+    kind = answering(monkeypatch, MADV_POPULATE_WRITE=errno.ENOMEM)
+    monkeypatch.setattr(kind, "close", lambda self: (made.append(self.closed), mmap.mmap.close(self)))
+    with pytest.raises(MMError, match="populating 1 MiB of 4k failed: as told; memory or the hugetlb limit") as caught:
+        live.buffer("1M")
+    assert caught.value.errno == errno.ENOMEM and made == [False]
+
+
+def test_base_pages_need_no_switch_on_kernels_without_thp(monkeypatch):
+    answering(monkeypatch, MADV_NOHUGEPAGE=errno.EINVAL)
+    with live.buffer("64K") as buf:
+        assert buf.length == 64 << 10 and buf.backing == "4k"
+    answering(monkeypatch, MADV_NOHUGEPAGE=errno.EPERM)
+    with pytest.raises(OSError, match="as told"):
+        live.buffer("64K")
+
+
+def test_thp_where_there_is_none(monkeypatch):
+    answering(monkeypatch, MADV_HUGEPAGE=errno.EINVAL)
+    with pytest.raises(live.NotPossible, match="this kernel has no THP") as caught:
+        live.buffer("2M", "thp")
+    assert "--backing 4k or hugetlb" in caught.value.remedy
+
+
+def test_elsewhere_than_on_linux(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(live.NotPossible, match="needs Linux, and this is darwin") as caught:
+        live.buffer("1M")
+    assert "register --model" in caught.value.remedy
+
+
+def test_no_address_space(monkeypatch):
+    module = sys.modules["mmcore.live.buffer"]
+    monkeypatch.setattr(module, "available_memory", lambda: None)
+    with pytest.raises(MMError, match="mmap of .* failed: .*; check ulimit -v") as caught:
+        live.buffer(1 << 60, populate=False)
+    assert caught.value.errno == errno.ENOMEM
+
+
+def test_a_place_that_others_take_again_and_again(monkeypatch):
+    """Every mapping lands off the boundary: after so many tries it is said, and nothing stays mapped."""
+    module = sys.modules["mmcore.live.buffer"]
+    closed = []
+
+    class Elsewhere(module.Buffer):
+        addr = 0x1000
+
+        def close(self):
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr(module, "Buffer", Elsewhere)
+    with pytest.raises(MMError, match="aligned to 2 MiB in 64 tries; another thread may be mapping memory") as caught:
+        module._mmap_aligned(2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 2 << 20)
+    assert caught.value.errno == errno.ENOMEM
+    assert len(closed) == 65 and all(buf.closed for buf in closed)
+
+
+def test_hugetlb_sizes_are_those_of_the_kernel(monkeypatch, tmp_path):
+    module = sys.modules["mmcore.live.buffer"]
+    monkeypatch.setattr(module, "_HUGEPAGES", str(tmp_path / "none"))
+    assert hugetlb_size() is None
+    with pytest.raises(live.NotPossible, match="no hugetlb pages"):
+        live.buffer("2M", "hugetlb")
+    monkeypatch.setattr(module, "_HUGEPAGES", str(tmp_path))
+    assert hugetlb_size() is None, "a directory without a size"
+    for kib, free, resv in ((65536, 5, 2), (32 << 20, 1, 3)):
+        pool = tmp_path / f"hugepages-{kib}kB"
+        pool.mkdir()
+        for name, count in (("nr", 9), ("free", free), ("resv", resv)):
+            (pool / f"{name}_hugepages").write_text(f"{count}\n")
+    assert hugetlb_size() == 64 << 20, "without 2M the smallest"
+    assert hugetlb_pool(64 << 20) == {"total": 9, "free": 5, "reserved": 2, "available": 3}
+    assert hugetlb_pool(32 << 30)["available"] == 0, "more promised than free"
+    (tmp_path / "hugepages-2048kB").mkdir()
+    assert hugetlb_size() == 2 << 20
+
+
+def test_thp_settings_that_are_not_there(monkeypatch, tmp_path):
+    module = sys.modules["mmcore.live.buffer"]
+    monkeypatch.setattr(module, "_THP", str(tmp_path))
+    assert thp_size() == 2 << 20 and module.thp_enabled() == ""
+    (tmp_path / "hpage_pmd_size").write_text("536870912\n")
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    assert thp_size() == 512 << 20 and module.thp_enabled() == "madvise"

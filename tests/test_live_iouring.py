@@ -169,3 +169,69 @@ def test_memlock_refusal_names_limit_and_remedy():
 def test_errors_are_explained(number, kind, words):
     error = iouring._refusal("registering the buffer", number, 4096)
     assert isinstance(error, kind) and words in str(error)
+
+
+# ---- what other machines answer --------------------------------------------------------------------------------------
+class Ring:
+    """A ring whose calls fail as told, in turn; 0: they do not."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def register(self, opcode, argument, count):
+        return self.answers.pop(0)
+
+
+@linux
+def test_counts_that_cannot_be_read_are_left_out(monkeypatch):
+    def refuse():
+        raise live.NotPossible("the counters are hidden", "run as root")
+
+    monkeypatch.setattr(iouring, "foll_pins", refuse)
+    monkeypatch.setattr(iouring, "_Ring", lambda: Ring(0, 0))
+    with live.buffer("64K") as buf:
+        result = live.kernel_register(buf)
+    assert "the counters are hidden" in result.no_counts and result.at_register is result.at_unregister is None
+    assert len(result.register_ns) == len(result.unregister_ns) == 1 and result.vmpin_at_register == [0]
+
+
+@linux
+@pytest.mark.parametrize("answers, what", [((errno.EBUSY,), "registering"), ((0, errno.EINTR), "unregistering")])
+def test_which_half_failed(monkeypatch, answers, what):
+    monkeypatch.setattr(iouring, "_Ring", lambda: Ring(*answers))
+    with live.buffer("64K") as buf, pytest.raises(OSError, match=f"{what} the buffer of 64 KiB failed") as caught:
+        live.kernel_register(buf)
+    assert caught.value.errno == answers[-1]
+
+
+@linux
+def test_more_pieces_than_one_call_takes(monkeypatch):
+    monkeypatch.setattr(iouring, "MAX_IOVECS", 2)
+    with live.buffer("64K") as buf:
+        with pytest.raises(ValueError, match="64 KiB needs 3 iovecs, above 2"):
+            live.kernel_register(buf, iovecs=[(buf.addr, PAGE)] * 3)
+
+
+def test_rings_where_there_are_none(monkeypatch):
+    monkeypatch.setattr(iouring.platform, "machine", lambda: "vax")
+    with pytest.raises(live.NotPossible, match="system call numbers of vax are not known"):
+        iouring._Ring()
+    monkeypatch.undo()
+    monkeypatch.setattr(iouring, "SYSCALLS", {**iouring.SYSCALLS, "io_uring_setup": 1 << 20})
+    if iouring.platform.machine() in iouring.ARCHITECTURES:
+        with pytest.raises(live.NotPossible, match="this kernel has no io_uring"):
+            iouring._Ring()
+
+
+@linux
+@pytest.mark.parametrize("length, words", [(0, "no memory for a ring"), (PAGE, "memory ran out, or other registrations")])
+def test_memory_that_ran_out(monkeypatch, length, words):
+    monkeypatch.setattr(iouring, "fit", lambda *_: type("Fit", (), {"ok": True, "reason": "fits"}))
+    error = iouring._refusal("it", errno.ENOMEM, length)
+    assert isinstance(error, live.NotPossible) and words in error.reason and "ulimit -l" in error.remedy

@@ -271,3 +271,85 @@ def test_a_closed_memory_ends_its_spaces():
             call()
     assert "closed" in repr(mm) and "closed" in repr(file)
     del mm, file
+
+
+# ---- arguments that do not fit ---------------------------------------------------------------------------------------
+def test_a_space_is_set_up_once_and_says_what_it_is(mem):
+    mm = MM(mem, rlimit_memlock="64K", user="alice")
+    assert (mm.rlimit_memlock, mm.cap_ipc_lock, mm.user) == (64 << 10, False, "alice") and mm.name in repr(mm)
+    child = mm.fork()
+    assert child.name.startswith(f"{mm.name}.") and child.user == "alice"
+    child.exit()
+    with refused(mem, InvalidArgument, match="set up already"):
+        mm.__init__(mem)
+    with refused(mem, InvalidArgument, match="never set up"):
+        MM.__new__(MM).rss
+    with refused(mem, InvalidArgument, match="MMF_HAS_PINNED is never cleared"):
+        mm.has_pinned = False
+    with refused(mem, InvalidArgument, match="pagemap.. from 0x1, which is no multiple"):
+        mm.pagemap(1, 1)
+    mm.exit()
+    assert repr(mm) == f"<MM {mm.name}, exited>"
+
+
+def test_empty_reads_and_writes_touch_nothing(mm):
+    a = mm.mmap(PAGE)
+    assert mm.read(a, 0) == b"" and mm.write(a, b"") in (None, 0) and mm.rss == 0 and mm.total_faults == 0
+
+
+def test_mappings_that_cannot_be():
+    devices = [mmc.DevicePages("4M", align="2M")]
+    with Memory("64M", hugetlb={"2M": 2, "4M": 1}, devices=devices) as mem, MM(mem) as mm:
+        tmpfs, dax, raw = mmc.File(mem, PAGE), mmc.File(mem, "4M", "devdax", device=0), mmc.File(mem, PAGE, "pfnmap")
+        huge = mmc.File(mem, 2 * HUGE, "hugetlbfs")
+        shared, size = mmc.MAP_SHARED, {"4M": 22 << 26}
+        for match, args in (
+                ("MAP_ANONYMOUS and a file exclude", dict(length=PAGE, flags=shared | mmc.MAP_ANONYMOUS, file=tmpfs)),
+                ("no multiple of the device's alignment", dict(length=HUGE + PAGE, flags=shared, file=dax)),
+                ("offset 0x1000 is no multiple of the device's", dict(length=HUGE, flags=shared, file=dax, offset=PAGE)),
+                ("more than the devdax file has", dict(length=3 * HUGE, flags=shared, file=dax)),
+                ("more than the pfnmap file has", dict(length=2 * PAGE, flags=shared, file=raw)),
+                ("offset 0x1000 is no multiple of the huge page", dict(length=HUGE, flags=shared, file=huge, offset=PAGE)),
+                ("no leaf of their own", dict(length=4 << 20, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_HUGETLB | size["4M"]))):
+            with refused(mem, InvalidArgument, match=match):
+                mm.mmap(**args)
+        with refused(mem, InvalidArgument, match="no leaf of their own"):
+            mmc.File(mem, "4M", "hugetlbfs", page_size="4M")
+        assert mm.vmas == [] and mm.locked_vm == 0
+
+
+def test_no_place_is_left(mem):
+    """One mapping over nearly all of the address space: what is larger than the rest finds no room."""
+    with MM(mem) as mm:
+        a = mm.mmap(1 << 46, prot=0)
+        with refused(mem, MMError, errno=errno.ENOMEM):
+            mm.mmap((1 << 46) + HUGE, prot=0)
+        assert [vma.start for vma in mm.vmas] == [a]
+
+
+# ---- moving ------------------------------------------------------------------------------------------------------------
+def test_what_is_locked_stays_locked_and_what_is_swapped_stays_swapped(mem, mm):
+    locked = mm.mmap(2 * PAGE, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_LOCKED)
+    to = mm.mmap(8 * PAGE, prot=0)
+    assert mm.locked_vm == 2
+    assert mm.mremap(locked, 2 * PAGE, 3 * PAGE, to) == to and mm.locked_vm == 3
+    a = mm.mmap(2 * PAGE)
+    mm.write(a, b"swapped")
+    mm.madvise(a, PAGE, mmc.MADV_PAGEOUT)
+    mm.clear_refs(4)
+    assert word(mm, a) & (SWAP | SOFT) == SWAP
+    b = mm.mremap(a, 2 * PAGE, 2 * PAGE, to + 4 * PAGE)
+    assert b == to + 4 * PAGE and word(mm, b) & (SWAP | SOFT) == SWAP | SOFT, "a move is a change"
+    assert mm.read(b, 7) == b"swapped" and mm.find_vma(a) is None
+    mm.munmap(to, 3 * PAGE)
+    assert mm.locked_vm == 0
+
+
+def test_moves_that_cannot_be(mem, mm):
+    a = mm.mmap(4 * PAGE)
+    mm.munmap(a + 2 * PAGE, PAGE)
+    for args, number in (((0x10000, PAGE, 2 * PAGE), errno.EFAULT), ((a, 4 * PAGE, 8 * PAGE), errno.EFAULT),
+                         ((a, 2 * PAGE, 2 * PAGE, a + PAGE), errno.EINVAL)):
+        with refused(mem, (MMError, InvalidArgument), errno=number):
+            mm.mremap(*args)
+    assert [(vma.start, vma.end) for vma in mm.vmas] == [(a, a + 2 * PAGE), (a + 3 * PAGE, a + 4 * PAGE)]

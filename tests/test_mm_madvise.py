@@ -225,3 +225,31 @@ def test_too_many_mappings(mm):
     # What takes the place of another one is no mapping more.
     assert mm.mmap(PAGE, prot=7, flags=ANON | mmc.MAP_FIXED, addr=a + PAGE) == a + PAGE
     assert len(mm.vmas) == 65530
+
+
+def test_free_drops_what_is_swapped_out_and_leaves_what_others_map(mm):
+    a = mm.mmap(3 * PAGE)
+    mm.write(a, b"A" * 3 * PAGE)
+    mm.madvise(a, PAGE, mmc.MADV_PAGEOUT)
+    assert mm.rss_stat["swap"] == 1
+    child = mm.fork()
+    mm.write(a + 2 * PAGE, b"B")                            # a page of its own again
+    mm.madvise(a, 3 * PAGE, mmc.MADV_FREE)
+    assert mm.rss_stat["swap"] == 0 and mm.read(a, 1) == b"\0", "dropped at once"
+    shared, own = mm.page_at(a + PAGE), mm.page_at(a + 2 * PAGE)
+    assert mmc.PageFlags.swapbacked in shared.flags and mmc.PageFlags.swapbacked not in own.flags
+    assert child.read(a, 1) == child.read(a + PAGE, 1) == b"A"
+    child.exit()
+
+
+@pytest.mark.parametrize("advice", [mmc.MADV_DONTNEED, mmc.MADV_FREE, mmc.MADV_PAGEOUT])
+def test_no_table_for_the_rest_of_a_leaf(mm, advice):
+    a = mm.mmap(HUGE)
+    mm.madvise(a, HUGE, mmc.MADV_HUGEPAGE)
+    mm.write(a, b"A")
+    mm.write(a + HUGE - PAGE, b"Z")
+    for start, length in ((PAGE, HUGE - PAGE), (0, PAGE)):
+        with mm.mem.inject("table") as injection, pytest.raises(MMError) as caught:
+            mm.madvise(a + start, length, advice)
+        assert injection.fired and caught.value.errno == errno.ENOMEM
+        assert mm.page_at(a).folio.order == 9 and mm.read(a, 1) == b"A" and mm.read(a + HUGE - PAGE, 1) == b"Z"

@@ -184,3 +184,44 @@ def test_threads_register_the_same_pages():
     assert not failed and pins(mem) == mm.pinned_vm == dev.mappings == 0 and dev.iova_ranges == []
     assert dev.domain.stats["leaves"] == 0
     mem.check()
+
+
+def test_what_a_region_says():
+    mem, mm, dev = machine()
+    addr = mapped(mm, 2 * PAGE)
+    with ProtectionDomain(dev, mm) as pd:
+        mr, ro = pd.reg_mr(addr, 2 * PAGE, RW), pd.reg_mr(addr, PAGE, RO)
+        assert repr(mr) == f"<MR {mr.lkey:#x} {addr:#x}+{2 * PAGE:#x} writable>"
+        assert repr(ro) == f"<MR {ro.lkey:#x} {addr:#x}+{PAGE:#x} read-only>"
+        mr.close()
+        assert repr(mr) == f"<MR {mr.lkey:#x} closed>" and "1 regions" in repr(pd)
+    assert "closed" in repr(pd)
+
+
+def test_a_domain_that_is_full_keeps_no_pins(monkeypatch):
+    mem, mm, dev = machine()
+    addr = mapped(mm, PAGE)
+    # Pinning marks pages as accessed, and that stays.
+    with ProtectionDomain(dev, mm) as pd, nothing_kept(mem, mm, ignore=("flags",)):
+        monkeypatch.setattr(pd, "_enter", lambda mr: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pd.reg_mr(addr, PAGE, RO)
+    assert pins(mem) == 0 and mm.pinned_vm == 0
+
+
+def test_a_region_whose_old_pages_cannot_be_given_back_stays_as_it_was():
+    """Somebody dropped the pin of the region: the new translation is pinned, found useless, and given back."""
+    mem, mm, dev = machine()
+    addr, new = mapped(mm, PAGE), mapped(mm, PAGE)
+    pd = ProtectionDomain(dev, mm)
+    mr = pd.reg_mr(addr, PAGE, RW)
+    page = mm.page_at(addr)
+    unpin_user_page(page)
+    with pytest.raises(BadPage):
+        mr.rereg(addr=new, length=PAGE)
+    assert mr.umem.address == addr and mm.page_at(new).folio.pincount == 0 and mm.pinned_vm == 1
+    grab_pages(PageList(mem, [page.pfn]))
+    mr.rereg(addr=new, length=PAGE)
+    assert mr.umem.address == new and pins(mem) == 1
+    pd.close()
+    assert pins(mem) == 0

@@ -1,5 +1,8 @@
 """Scatterlists against the plain engine of sg_reference.py, on random lists, batches, limits and failures."""
+import ctypes
+
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
 import mmcore as mmc
@@ -276,3 +279,95 @@ def test_iommu_mapping(wanted, max_seg, boundary, nth):
     mmc.dma_unmap_sgtable(device, sgt)
     assert (rows(sgt), sgt.nents) == (before, len(wanted))
     assert device.iova_ranges == [] and device.domain.stats["leaves"] == 0 and device.domain.stats["tables"] == 1
+
+
+# ---- tables that were damaged ----------------------------------------------------------------------------------------
+FIELDS = ("sgl", "nents", "orig_nents", "total_nents", "prv", "chunk", "nr_chunks", "chunks_room", "slab", "max_ents", "nr_allocs",
+          "nr_frees")
+
+
+class Words:
+    """The C struct of a table and its slots, written behind the engine's back: for states that only a bug makes."""
+
+    def __init__(self, sgt):
+        words = (ctypes.c_uint64 * 40).from_address(id(sgt))
+        counts = [sgt.nents, sgt.orig_nents, getattr(sgt, "total_nents", sgt.capacity)]
+        first = next(i for i in range(2, 37) if list(words[i + 1:i + 4]) == counts)
+        self.at = {name: (words, first + i) for i, name in enumerate(FIELDS)}
+
+    def __getitem__(self, name):
+        words, i = self.at[name]
+        return words[i]
+
+    def __setitem__(self, name, value):
+        words, i = self.at[name]
+        words[i] = value
+
+    def slot(self, i):
+        """The four words of a slot of the first chunk; the first is page_link."""
+        return (ctypes.c_uint64 * 4).from_address(self["sgl"] + 32 * i)
+
+    def chunk(self, i):
+        """sgl, first, nr of a chunk."""
+        return (ctypes.c_uint64 * 3).from_address(self["chunk"] + 24 * i)
+
+
+def damage_chunk(words):
+    where = words.chunk(1)
+    where[1] += 1
+    return where, 1, where[1] - 1
+
+
+def damage_slot(i, change):
+    def damage(words):
+        slot = words.slot(i)
+        before = slot[0]
+        slot[0] = change(before)
+        return slot, 0, before
+    return damage
+
+
+def damage_count(name, by=1):
+    def damage(words):
+        before = words[name]
+        words[name] = before + by
+        return words, name, before
+    return damage
+
+
+@pytest.mark.parametrize("law, damage", [
+    ("chunks follow each other", damage_chunk),
+    ("the last slot of a chunk links to the next", damage_slot(127, lambda link: link + 32)),
+    ("a link is the last slot of its chunk", damage_slot(5, lambda link: link | 1)),
+    ("entries name pages of the Memory", damage_slot(5, lambda link: 1 << 50)),
+    ("slots are total_nents and the links", damage_count("total_nents")),
+    ("entries fit their slots", damage_count("nents", 1000)),
+    ("chunks are freed once", damage_count("nr_frees")),
+])
+def test_damage_of_a_table_is_found(law, damage):
+    mem = Memory("4M")
+    sgt = build(mem, range(100, 500, 2))
+    assert len(sgt.chunks) == 2
+    sgt.check()
+    where, name, before = damage(Words(sgt))
+    with pytest.raises(mmc.BadPage, match=law):
+        sgt.check()
+    where[name] = before
+    sgt.check()
+
+
+@pytest.mark.parametrize("law, damage", [
+    ("the last slot carries the end mark", lambda words, n: damage_slot(n - 1, lambda link: link & ~2)(words)),
+    ("what follows the last entry is blank", lambda words, n: damage_slot(n - 1, lambda link: 100 << 2 | 2)(words)),
+    ("the last entry is the one that is extended", lambda words, n: damage_count("prv", 32)(words)),
+])
+def test_damage_of_an_append_table_is_found(law, damage):
+    mem = Memory("4M")
+    sgt = mmc.SGAppendTable(mem)
+    append(sgt, [100, 102, 104], left=5)
+    sgt.check()
+    where, name, before = damage(Words(sgt), sgt.total_nents)
+    with pytest.raises(mmc.BadPage, match=law):
+        sgt.check()
+    where[name] = before
+    sgt.check()

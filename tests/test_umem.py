@@ -1,5 +1,6 @@
 """ib_umem_get() and ib_umem_release(): the order of checks, every failure undone, generations of equal state."""
 import errno
+import pickle
 import threading
 
 import numpy as np
@@ -552,3 +553,18 @@ def test_output_tables_that_cannot_take_it():
     # A walk that got nothing leaves the table free for the next one.
     pin_user_pages(mm, addr, 4, output=table)
     assert len(table) >= 1
+
+
+def test_what_a_umem_says():
+    mem, mm, dev = machine(iommu=True)
+    addr = mapped(mm, 3 * PAGE)
+    umem = ib_umem_get(dev, mm, addr, 3 * PAGE, RW)
+    assert repr(umem) == f"<IBUmem {addr:#x}+{3 * PAGE:#x} writable 3 pages in {umem.sgt.orig_nents} entries, 1 DMA segments>"
+    assert (umem.device, umem.mm, umem.acquire, umem.npages) == (dev, mm, "sink", 3)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(umem)
+    ib_umem_release(umem)
+    assert repr(umem) == f"<IBUmem {addr:#x}+{3 * PAGE:#x} released>"
+    with pytest.raises(TypeError, match="an IBUmem is wanted"):
+        ib_umem_release(addr)
+    assert pins(mem) == 0 and mm.pinned_vm == 0

@@ -67,7 +67,8 @@ cdef int adopt_one(mm_t *mm, uint64_t addr, uint64_t pfn, bint leaf, bint exclus
         if addr & (level_size(g, level) - 1) or order != level_order(g, level) or addr < v.start \
                 or addr + level_size(g, level) > v.end:
             return 0
-    if folio_is_hugetlb(page) != ((v.flags & VM_HUGETLB) != 0) or (refs_load(page) == 0 and not zero):
+    if folio_is_hugetlb(page) != ((v.flags & VM_HUGETLB) != 0) or (refs_load(page) == 0 and not zero) \
+            or (page_has_type(page) and not folio_is_hugetlb(page)):
         return -EINVAL
     table = table_make(g, addr, level, &error)
     if table == 0:
@@ -126,7 +127,7 @@ def adopt(MM self not None, addr, pfns, leaves, exclusive, anon=None):
     which are this process's alone, and which are anonymous (None: those of mappings without a file). The one reference of
     a fresh folio goes over to its first mapping, or to the page cache of the VMA's file. What cannot be mapped
     as asked (a folio that is mapped out of order, or taken by another file) is left out. Raises MMError:
-    EFAULT outside of mappings, EINVAL for hugetlb pages in other VMAs or free pages, ENOMEM.
+    EFAULT outside of mappings, EINVAL for hugetlb pages in other VMAs, free pages or page tables, ENOMEM.
     """
     cdef mm_t *mm = self.ptr()
     cdef mem_t *m = mm.m
@@ -157,5 +158,5 @@ def adopt(MM self not None, addr, pfns, leaves, exclusive, anon=None):
     self.mem.leave()
     if result < 0:
         raise MMError(-result, f"page {i} of the list (PFN {numbers[i]:#x}) cannot be mapped at {at + i * page:#x}: nothing is "
-                               "mapped there, the page is free, or of another kind than the mapping", pfn=numbers[i], addr=at + i * page)
+                               "mapped there, the page is free, a page table, or of another kind than the mapping", pfn=numbers[i], addr=at + i * page)
     return made

@@ -20,19 +20,34 @@ WHERE = ROOT / "build" / "coverage"
 LEAST = 95.0
 FLAGS = "-O1 --coverage -fprofile-update=atomic"
 LEFT_OUT = "pragma: no cover"
+# Lines that gcov counts and that are no code: words that only open a block (what stands for them is the copy of a `finally` that
+# an exception runs), and attributes (what stands for them is the getter that Cython writes). coverage.py counts neither.
+NO_CODE = re.compile(r"(else|try|finally):\s*(#.*)?$|cdef (readonly|public) [^=()]+$|#")
+
+
+# Code that is of no line: what closes a function, a try or a loop, and what is written after the last function. Cython says of
+# it the line that it said last, which would count as run whenever the function returns from anywhere.
+NOBODYS = re.compile(r"\s*/\* function exit code \*/|\s*__pyx_L\d+(_(?!bool_binop_done|next_and|next_or)\w+)?:;"
+                     r"|/\* #### Code section: (?!module_code|init_module)")
+NOWHERE = '#line 1 "generated"'
 
 
 def hold_lines(text):
     """Return C in which each line says which line of the .pyx it is of; Cython says it once, and the next ones count on."""
-    out, here, open_comment, continued = [], None, False, False
+    out, here, open_comment, continued = [], NOWHERE, False, False
     for line in text.splitlines():
         said = re.match(r'#line (\d+) "(.*)"$', line)
         if said:
-            here = f'#line {said[1]} "{said[2]}"'
+            # Until a comment says that a statement begins, it is the last one's line again.
+            if here != NOWHERE:
+                here = f'#line {said[1]} "{said[2]}"'
             continue
-        if "Runtime support code" in line:
-            here = None
-        if here and not open_comment and not continued:
+        begins = re.match(r'\s*/\* "(.*)":(\d+)$', line)
+        if begins:
+            here = f'#line {begins[2]} "{begins[1]}"'
+        elif NOBODYS.match(line):
+            here = NOWHERE
+        if not open_comment and not continued:
             out.append(here)
         out.append(line)
         continued = line.endswith("\\")
@@ -112,24 +127,45 @@ def python_lines():
     return counts
 
 
+def code_lines(text):
+    """Return the numbers of the lines that are code: no blank ones, no comments, no docstrings, nothing of NO_CODE."""
+    found, docstring = set(), False
+    for n, line in enumerate(map(str.strip, text), 1):
+        if docstring or line.startswith('"""'):
+            docstring = (line.count('"""') == 1) != docstring
+        elif line and not NO_CODE.match(line):
+            found.add(n)
+    return found
+
+
+def row(name, total, missed):
+    print(f"{name:<40}{total:>6} lines{missed:>6} not run{100 - 100 * missed / total:>8.1f} %")
+
+
 def report(counts, least):
-    """Print a line a file, write the lines that nobody ran, and return whether enough were."""
-    total = ran = left_out = 0
-    missing = []
+    """Print a line a file and a directory, write the lines that nobody ran, and return whether enough were."""
+    folders, missing, left_out = defaultdict(lambda: [0, 0]), [], []
     for name in sorted(counts):
         text = (ROOT / name).read_text().splitlines()
-        lines = {n: times for n, times in counts[name].items()
-                 if 0 < n <= len(text) and text[n - 1].strip() and not text[n - 1].lstrip().startswith("#")}
-        skipped = [n for n in lines if LEFT_OUT in text[n - 1]]
-        lines = {n: times for n, times in lines.items() if n not in skipped}
-        missed = sorted(n for n, times in lines.items() if times == 0)
+        lines = counts[name].keys() & code_lines(text)
+        skipped = {n for n in lines if LEFT_OUT in text[n - 1]}
+        left_out += [f"{name}:{n}: {text[n - 1].strip()}" for n in sorted(skipped)]
+        missed = sorted(n for n in lines - skipped if counts[name][n] == 0)
         missing += [f"{name}:{n}: {text[n - 1].strip()}" for n in missed]
-        total, ran, left_out = total + len(lines), ran + len(lines) - len(missed), left_out + len(skipped)
-        if lines:
-            print(f"{name:<40}{len(lines):>6} lines{len(missed):>6} not run{100 - 100 * len(missed) / len(lines):>8.1f} %")
+        if lines - skipped:
+            row(name, len(lines - skipped), len(missed))
+            for folder in (str(Path(name).parent), "all"):
+                folders[folder][0] += len(lines - skipped)
+                folders[folder][1] += len(missed)
+    print()
+    for folder, (total, missed) in folders.items():
+        if folder != "all":
+            row(folder, total, missed)
+    print("\nleft out by a remark:", *left_out or ["nothing"], sep="\n  ")
     (WHERE / "missing.txt").write_text("\n".join(missing) + "\n")
-    share = 100 * ran / total
-    print(f"{share:.1f} % of {total} lines were run, at least {least} % must be; {left_out} are left out by a remark; "
+    total, missed = folders["all"]
+    share = 100 - 100 * missed / total
+    print(f"\n{share:.1f} % of {total} lines were run, at least {least} % must be; "
           f"the others are in {(WHERE / 'missing.txt').relative_to(ROOT)}")
     return share >= least
 
