@@ -158,5 +158,6 @@ def adopt(MM self not None, addr, pfns, leaves, exclusive, anon=None):
     self.mem.leave()
     if result < 0:
         raise MMError(-result, f"page {i} of the list (PFN {numbers[i]:#x}) cannot be mapped at {at + i * page:#x}: nothing is "
-                               "mapped there, the page is free, a page table, or of another kind than the mapping", pfn=numbers[i], addr=at + i * page)
+                               "mapped there, the page is free, a page table, or of another kind than the mapping",
+                               pfn=numbers[i], addr=at + i * page)
     return made

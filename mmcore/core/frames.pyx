@@ -124,8 +124,8 @@ cdef uint64_t take_huge(mem_t *m, uint64_t *pfns, uint64_t nr) noexcept nogil:
 
 cdef inline bint can_be_ready(const page_t *head) noexcept nogil:
     """Do only the words of head and tail 1 differ from those of a fresh folio?"""
-    return a64_load_relaxed(&as_folio(head)._flags_1) >> PG_has_hwpoisoned & 1 == 0 and a64_load_relaxed(&as_folio(head)._flags_1) >> PG_mm_tails & 1 == 0 \
-        and not test_flag(head, PG_hwpoison)
+    cdef uint64_t unlike = (ONE << PG_has_hwpoisoned) | (ONE << PG_mm_tails)
+    return a64_load_relaxed(&as_folio(head)._flags_1) & unlike == 0 and not test_flag(head, PG_hwpoison)
 
 cdef void give_huge(mem_t *m, const uint64_t *pfns, uint64_t nr) noexcept nogil:
     cdef uint64_t i, word, kept = 0
