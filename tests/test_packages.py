@@ -31,6 +31,9 @@ with mmc.Memory("64M", thp="always") as mem:
     pages = mmc.pin_user_pages_fast(mm, addr, 1024, mmc.FOLL_WRITE)
     assert len(pages) == 1024 and pages[0].folio.pincount == 512
     mmc.unpin_user_pages_dirty_lock(pages, 1024, True)
+    with mmc.VFIOContainer(mem) as container:
+        container.attach(mmc.IOMMUDomain(mem))
+        container.map_dma(mm, addr, 0, "4M")
     mm.exit()
     mem.check()
 print(mmc.__version__)
@@ -117,9 +120,14 @@ def test_the_wheel_is_small_and_installs_without_a_compiler(version, sdist, tmp_
     check(builder, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, sdist, env=compiler(), cwd=tmp_path)
     wheel, = tmp_path.glob("mmcore-*.whl")
     assert wheel.stat().st_size < MOST
-    names = zipfile.ZipFile(wheel).namelist()
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entries = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    assert "[pytest11]\nmmcore = mmcore.pytest_plugin" in entries
     for name in ("mmcore/core/page.h", "mmcore/core/atomic.h", "mmcore/core/unpin.pxd", "mmcore/__init__.pxd", "mmcore/py.typed",
-                 "mmcore/core/unpin.pyi", "mmcore/__init__.pyi", "mmcore/cli/register.py"):
+                 "mmcore/core/unpin.pyi", "mmcore/__init__.pyi", "mmcore/cli/register.py", "mmcore/cli/vfio_dma_map.py",
+                 "mmcore/drivers/vfio.pyi", "mmcore/drivers/vfio_pin.pxd", "mmcore/live/preflight.py", "mmcore/bench/stress.py",
+                 "mmcore/core/dump.py", "mmcore/core/hook.pxd", "mmcore/pytest_plugin.py"):
         assert name in names
     assert not [name for name in names if re.search(r"\.(c|pyx)$|^tests/", name)]
 
@@ -128,7 +136,8 @@ def test_the_wheel_is_small_and_installs_without_a_compiler(version, sdist, tmp_
     bare |= {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name.lower().endswith("_proxy")}
     check(python, "-m", "pip", "install", "-q", wheel, env=bare, cwd=tmp_path)
     assert check(python, "-c", SMOKE, env=bare, cwd=tmp_path).strip()
-    assert "register" in check(python.parent / "mmcore", "--help", env=bare, cwd=tmp_path)
+    said = check(python.parent / "mmcore", "--help", env=bare, cwd=tmp_path)
+    assert all(verb in said for verb in ("register", "preflight", "why-not-longterm", "vfio-dma-map", "bench", "stress"))
 
     # cimport against what was installed: the extension of the docs.
     check(python, "-m", "pip", "install", "-q", "Cython>=3.1", "setuptools>=77", cwd=tmp_path)

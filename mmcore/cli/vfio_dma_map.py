@@ -43,6 +43,8 @@ def run(args):
             print_json(reports)
         else:
             for report in reports:
+                if report is not reports[0]:
+                    print()
                 _print_comparison(report)
         return
     reports = []
