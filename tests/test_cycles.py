@@ -19,15 +19,18 @@ def test_a_process_goes_before_its_files():
     mem = Memory("32M")
     free = mem.vmstat()["nr_free_pages"]
 
-    def process():
+    def process(forks):
         mm = MM(mem)
         for kind in ("tmpfs", "ext4"):
             addr = mm.mmap(16 * PAGE, flags=mmc.MAP_SHARED, file=File(mem, 16 * PAGE, kind))
             mm.touch(addr, 16 * PAGE)
-        return mm, mm.fork()
+        return [mm, mm.fork()] if forks else [mm]
 
-    for _ in range(20):
-        collected(*process())
+    for forks in (False, True):
+        cycle = process(forks)
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
         mem.check()
         assert mem.vmstat()["nr_free_pages"] == free
     mem.close()
