@@ -562,8 +562,8 @@ CASES = {
     "VFIO detach": (vfio(lambda c, d, mm, addr: c.detach(d[0]), lambda c, d, _: None, 40, build=map_few), {"alloc"}),
     "VFIO pin_pages": (vfio(pin_pages, unpin_pages, 40, attached=0, build=open_driver), {"frame", "list", "migrate", "alloc"}),
     "VFIO pin_pages of what is mapped": (vfio(pin_pages, unpin_pages, 40, build=open_driver), {"list", "alloc"}),
-    "VFIO pin_pages of what is not there": (vfio(pin_pages, unpin_pages, 40, False, attached=0, build=open_driver),
-         {"frame", "table", "list", "migrate", "alloc"}),
+    "VFIO pin_pages of what is not there": (
+        vfio(pin_pages, unpin_pages, 40, False, attached=0, build=open_driver), {"frame", "table", "list", "migrate", "alloc"}),
     "VFIO dirty_pages_start": (
         vfio(lambda c, *_: c.dirty_pages_start(), lambda c, d, _: c.dirty_pages_stop(), 40, build=map_few), {"alloc"}),
     "VFIO unmap with a bitmap, range": (vfio(unmap_with_bitmap, lambda *_: None, 40, build=map_tracked, release="range"), {"alloc"}),

@@ -5,6 +5,7 @@ Raises: TypeError for what is no handle, BadPage for a free page.
 Threads: any number at once; the bytes have no lock, as in the kernel.
 Kernel: page_address(), kmap_local_folio().
 """
+cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uint8_t, uint64_t
 from mmcore.core.folio cimport *
@@ -12,6 +13,8 @@ from mmcore.core.folio cimport *
 __all__ = ["page_address", "folio_address"]
 
 
+# The collector must not take the Memory from it: a view may still be released, which counts there.
+@cython.no_gc_clear
 cdef class PageBytes:
     """The bytes of one page or folio, writable through the buffer protocol; keeps the Memory open."""
     cdef Memory mem

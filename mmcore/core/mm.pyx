@@ -83,6 +83,13 @@ cdef int settings(Memory mem) except -1:
     mem.m.split_mapped = split_mapped
     return 0
 
+cdef extern from "Python.h":
+    void PyObject_GC_UnTrack(void *o)
+
+cdef void hide(dict files):
+    """Keep a dict of files from the collector of cycles: it clears dicts, and the files would go before what maps them."""
+    PyObject_GC_UnTrack(<void *>files)
+
 cdef MM new_mm(Memory mem):
     """An empty address space, in no family yet."""
     cdef MM self = MM.__new__(MM)
@@ -380,6 +387,7 @@ cdef class MM:
         cdef family_t *family = mm.family
         cdef int error
         child.files = dict(self.files)
+        hide(child.files)
         child.rlimit_memlock = self.rlimit_memlock
         child.cap_ipc_lock = self.cap_ipc_lock
         child.user = self.user

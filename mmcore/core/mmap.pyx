@@ -16,6 +16,9 @@ import errno as _errno
 from .errors import InvalidArgument, MMError
 from .size import format_size
 
+cdef extern from "Python.h":
+    void PyObject_GC_UnTrack(void *o)
+
 __all__ = ["do_mmap"]
 
 
@@ -95,6 +98,8 @@ def do_mmap(MM self not None, size, uint64_t prot, uint64_t flags, file, uint64_
     # Kept before anything is mapped: whatever happens, a file lives as long as what maps it.
     if file is not None:
         self.files[f.id] = file
+        # Storing has made it known to the collector, which clears dicts: the file would go before what maps it.
+        PyObject_GC_UnTrack(<void *>self.files)
     self.mem.enter()
     with nogil:
         pthread_rwlock_wrlock(&mm.mmap_lock)

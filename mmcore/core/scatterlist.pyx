@@ -6,6 +6,7 @@ Raises: InvalidArgument for what does not fit, for tables that are freed, blank 
 Threads: one at a time a table.
 Kernel: struct sg_table, struct sg_append_table, struct scatterlist.
 """
+cimport cython
 from libc.errno cimport ENOMEM
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
@@ -18,6 +19,9 @@ import numpy as np
 from .errors import BadPage, InvalidArgument, MMError
 
 __all__ = ["SGTable", "SGAppendTable", "SGEntry", "SG_DTYPE"]
+
+cdef extern from "Python.h":
+    void PyObject_GC_UnTrack(void *o)
 
 SG_DTYPE = np.dtype({"names": ["pfn", "offset", "length", "dma_address", "dma_length"],
                      "formats": ["<u8", "<u4", "<u4", "<u8", "<u4"], "offsets": [0, 8, 12, 16, 24], "itemsize": 32})
@@ -170,6 +174,7 @@ cdef const char *first_breach(mem_t *m, sgtable_t *t, bint chained, uint64_t *wh
     return NULL
 
 # ---- tables -----------------------------------------------------------------------------------------------------------
+@cython.no_gc_clear
 cdef class SGTable:
     """Hold a scatterlist: entries (page, offset, length) and, once it is mapped for DMA, (dma_address, dma_length).
 
@@ -181,6 +186,7 @@ cdef class SGTable:
     def __cinit__(self, *args, **kwargs):
         memset(&self.t, 0, sizeof(sgtable_t))
         self.chained = []
+        PyObject_GC_UnTrack(<void *>self.chained)       # or it could be cleared before __dealloc__ reads it
 
     def __init__(self, Memory mem not None):
         mem.ptr()

@@ -178,7 +178,7 @@ cdef void release_table(SGTable table):
     table_free(&table.t)
     for other in table.chained:
         (<SGTable>other).nr_users -= 1
-    table.chained = []
+    table.chained.clear()
 
 
 def sg_free_table(sgt):
