@@ -1,5 +1,7 @@
 """What the tests of the get and pin families share: a machine with one of everything, the calls, and giving back."""
 
+import ctypes
+
 import numpy as np
 import pytest
 
@@ -86,3 +88,16 @@ def mem():
 def mm(mem):
     with MM(mem) as mm:
         yield mm
+
+
+def hint_numa(mm, addr):
+    """Take access from the entry that maps an address, as a scan for NUMA balancing does: who uses the page next faults."""
+    mem, page = mm.mem, mm.page_at(addr)
+    start = np.frombuffer(page_address(page), np.uint8).ctypes.data - page.pfn * PAGE
+    for table in np.flatnonzero(mem.pages["page_type"] >> 24 == 0xf2).tolist():
+        words = (ctypes.c_uint64 * 512).from_address(start + table * PAGE)
+        for i, first in ((addr >> 12 & 511, page.pfn), (addr >> 21 & 511, page.pfn - (addr >> 12 & 511))):
+            if words[i] & 0x101 and words[i] >> 12 & (1 << 40) - 1 == first:
+                words[i] = words[i] & ~3 | 1 << 8
+                return
+    raise LookupError(hex(addr))

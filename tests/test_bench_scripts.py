@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmcore.bench import calls, gate, scale
+from mmcore.bench import calls, capture, gate, scale
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 MIB = 1 << 20
@@ -154,3 +154,34 @@ def test_callgrind_counts_the_same_twice():
     assert set(first) == set(gate.LOOPS)
     for name in first:
         assert first[name] == pytest.approx(second[name], rel=0.02), name
+
+
+# ---- captures --------------------------------------------------------------------------------------------------------
+def test_captures_against_raw_reads(monkeypatch):
+    """The raw reads are those of the pages themselves, so that the buffer's rows compare the same work."""
+    monkeypatch.setattr(capture, "memory_rows", lambda rounds: [])          # all of memory takes seconds
+    rows = capture.measure(1, 1 << 20)
+    assert [row.case for row in rows if row.variant == "capture"] == ["buffer 1 MiB 4k", "buffer 1 MiB thp"]
+    for row in rows:
+        assert row.missing or (len(row.samples) == 1 and row.samples[0] > 0 and row.entries in (256, 512))
+    assert capture.near([5, 6, 7, 100_000]) == [(5, 3), (100_000, 1)]
+
+
+def test_all_of_memory(monkeypatch):
+    monkeypatch.setattr(capture, "raw_frames", lambda: 1000)
+    monkeypatch.setattr(capture, "capture", lambda what: None)
+    rows = capture.memory_rows(2)
+    assert [(row.variant, row.entries, len(row.samples)) for row in rows] == [("raw read()", 1000, 2), ("capture", 1000, 2)]
+    assert rows[1].bars[0]["bar"] == f"<= {capture.MOST}"
+
+    def hidden():
+        raise PermissionError(13, "Permission denied", "/proc/kpageflags")
+
+    monkeypatch.setattr(capture, "raw_frames", hidden)
+    rows = capture.memory_rows(1)
+    assert {row.missing for row in rows} == {"/proc/kpageflags: Permission denied: run as root"}
+
+
+def test_raw_reads_go_to_the_end(tmp_path):
+    (tmp_path / "words").write_bytes(bytes(capture.CHUNK + 5))
+    assert capture.raw_read(tmp_path / "words") == capture.CHUNK + 5

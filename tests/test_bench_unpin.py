@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mmcore as mmc
-from mmcore.bench import layouts, measure, report
+from mmcore.bench import layouts, measure, report, scaling
 from mmcore.bench.peers import NoPeers, Peers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -216,3 +216,17 @@ def test_peers_refuse_what_is_not_pinned(peers, walk):
         peers.on_list(walk, layout.mem, layout.pages)
     with pytest.raises(RuntimeError, match="entry 40 has no pin"):
         release()
+
+
+def test_two_threads_against_one_and_peers_that_are_missing():
+    case = scaling.Case("small", lambda nr_pages: layouts.uniform(nr_pages, 0), True, at_least=1.8)
+    rows = scaling.measure([case], 512, 2, "no compiler", seconds=0.001)
+    assert [(row.variant, row.missing) for row in rows] == [("run, 1 thread", ""), ("run, 2 threads", ""), ("C run", "no compiler")]
+    assert rows[0].entries == rows[1].entries and rows[0].entries % 512 == 0 and len(rows[1].samples) == 2
+    assert rows[1].bars[0]["bar"] == ">= 1.8x" and "regions of" in rows[1].bars[0]["note"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_fails_fails_the_measurement():
+    with pytest.raises(RuntimeError, match="a thread of the benchmark failed"):
+        scaling.together([[lambda: None], [lambda: 1 / 0]])

@@ -215,8 +215,8 @@ def test_types_listings(holder, files):
 def test_types_of_this_machine_and_of_a_file():
     got = data("types", "-b", "buddy")
     assert got["total"] > 0 and all("buddy" in row["names"] for row in got["rows"])
-    got = data("types", "-f", ROOT / "README.md", "-r")
-    assert got["file"].endswith("README.md") and all("file" in row["names"] for row in got["rows"])
+    got = data("types", "-f", __file__, "-r")
+    assert got["file"].endswith("test_cli_capture.py") and all("file" in row["names"] for row in got["rows"])
     assert "no such file" in error("types", "-f", "/nonexistent").lower()
     assert good("types", "-d", "0x10,anon,bit57").split("\t")[2] == "dirty,anonymous,bit57\n"
     assert "10 B buddy" in good("types", "--legend")

@@ -461,3 +461,16 @@ def test_a_signal_ends_the_walk(call):
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("call", SLOW)
+def test_efault_dump_of_a_hole_in_a_hugetlb_file(mem, mm, call):
+    file = File(mem, HUGE, "hugetlbfs")
+    addr = mm.mmap(HUGE, flags=MAP_SHARED, file=file)
+    with refused(mem, MMError, "FOLL_DUMP", errno.EFAULT):
+        call(mm, addr, 1, FOLL_DUMP)
+    assert file.nr_cached == 0
+    file.write(0, b"there")
+    pages = call(mm, addr, 1, FOLL_DUMP)
+    assert pages[0] == file.page_at(0) == mm.page_at(addr)
+    give_back(call, pages)

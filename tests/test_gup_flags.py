@@ -352,3 +352,30 @@ def test_debug_memory_finds_pins_of_pages_that_are_not_exclusive(mm):
         for call in PINS:
             unpin_user_pages(call(mm, addr, 4, FOLL_WRITE))
         over(mem, mm)
+
+
+@pytest.mark.parametrize("kind", ("base", "thp", "hugetlb"))
+@pytest.mark.parametrize("call", ALL)
+def test_numa_hints_are_looked_through_unless_they_are_to_be_answered(mem, mm, call, kind):
+    """
+        entry   no access, page there     |  no flag: taken as it is  |  FOLL_HONOR_NUMA_FAULT, or an access: a fault first
+    """
+    addr = mm.mmap(HUGE, flags=MAP_PRIVATE | MAP_ANONYMOUS | (MAP_HUGETLB if kind == "hugetlb" else 0))
+    if kind == "thp":
+        mm.madvise(addr, HUGE, MADV_HUGEPAGE)
+    mm.write(addr + 3 * PAGE, b"here")
+    addr += 3 * PAGE
+    page = mm.page_at(addr)
+    assert page.folio.order == (0 if kind == "base" else 9)
+    for flags, taken in ((0, 0), (FOLL_HONOR_NUMA_FAULT, 1)):
+        hint_numa(mm, addr)
+        faults = mm.total_faults
+        pages = call(mm, addr, 1, flags)
+        assert pages[0] == page and mm.total_faults == faults + taken
+        give_back(call, pages)
+    hint_numa(mm, addr)
+    faults = mm.total_faults
+    assert mm.read(addr, 4) == b"here" and mm.total_faults == faults + 1 and mm.page_at(addr) == page
+    mm.write(addr, b"gone")
+    assert mm.read(addr, 4) == b"gone" and mm.page_at(addr) == page
+    mem.check()

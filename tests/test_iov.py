@@ -413,3 +413,12 @@ def test_bvecs_that_cannot_be():
         assert caught.value.errno == number
     got, bvecs = mmc.iov_iter_extract_bvecs(mmc.iov_iter_bvec(mmc.ITER_DEST, [(page, 512, 512)]), 1 << 20, 4, mem=mem, mem_align_mask=511)
     assert got == 512 and bvecs == [(page, 512, 512)] and page.refcount == 1
+
+
+def test_an_iterator_says_what_is_left_and_which_memory_it_needs(mem):
+    it = iov_iter_bvec(ITER_DEST, [(mem.page(20), 0, PAGE), (mem.page(21), 0, PAGE)])
+    assert repr(it) == f"<IovIter bvec, {2 * PAGE} bytes left of 2 segments>"
+    empty = iov_iter_bvec(ITER_DEST, [])
+    with refused(mem, InvalidArgument, "names no Memory: pass mem="):
+        iov_iter_extract_pages(empty, PAGE, 1)
+    assert iov_iter_extract_pages(empty, PAGE, 1, mem=mem) == (0, PageList(mem), 0)

@@ -134,3 +134,14 @@ def test_acct_memfd_free_hugepages():
         del file
         assert mem.hugetlb_pools()[HUGE] == (1, 1)
         mem.check()
+
+
+def test_a_ledger_names_the_folios_of_a_file(mem):
+    file = File(mem, 3 * PAGE)
+    with PinLedger(mem) as ledger:
+        with ledger.tag("importer"):
+            folios, offset = memfd_pin_folios(file, PAGE + 7, 3 * PAGE - 1, 8)
+        assert offset == 7
+        assert {(row.holder, row.folio, row.count) for row in ledger.outstanding()} == {("importer", folio, 1) for folio in folios}
+        unpin_folios(folios)
+        ledger.assert_balanced()

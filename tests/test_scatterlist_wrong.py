@@ -357,3 +357,13 @@ def test_threads_that_map_and_unmap_one_table():
     assert device.iova_ranges == [] and device.mappings == 0 and device.domain.stats["leaves"] == 0
     assert done[2] <= done[0] + done[1] and len(sgt) == 500 + done[3]
     sgt.check()
+
+
+def test_tables_that_were_never_set_up_and_entries_without_a_device():
+    mem = Memory("4M")
+    blank = mmc.SGTable.__new__(mmc.SGTable)
+    for use in (blank.check, lambda: mmc.sg_free_table(blank), lambda: mmc.sg_nents(blank), lambda: blank[0]):
+        with pytest.raises(InvalidArgument, match="never set up"):
+            use()
+    sgt = build(mem, [20, 30])
+    assert [entry.dma_flags for entry in mmc.for_each_sg(sgt)] == [0, 0] and sgt[0] != 5

@@ -366,3 +366,8 @@ def test_info_and_repr(two):
     assert info["dma_avail"] == 65534 and info["iova_ranges"] == [(0, TOP - 1)] and info["migration"]["pgsize_bitmap"] == PAGE
     assert info["iova_pgsizes"] == PAGE | HUGE | 1 << 30 and VFIOContainer(mem).pgsize_bitmap == TOP - PAGE
     assert "1 mappings" in repr(c)
+
+
+def test_a_container_is_one_of_a_memory(two):
+    with pytest.raises(TypeError, match="a Memory is wanted"):
+        VFIOContainer(two[1])

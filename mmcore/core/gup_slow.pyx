@@ -51,11 +51,8 @@ cdef int check_vma_flags(gup_t *w, const vma_t *v) noexcept nogil:
                 return fail(w, EFAULT, WHY_NO_WRITE)
             if not is_cow_mapping(v.flags):
                 return fail(w, EFAULT, WHY_FORCE_SHARED)
-    elif not v.flags & VM_READ:
-        if not flags & FOLL_FORCE:
-            return fail(w, EFAULT, WHY_NO_READ)
-        if not v.flags & VM_MAYREAD:
-            return fail(w, EFAULT, WHY_NO_READ)
+    elif not v.flags & VM_READ and not flags & FOLL_FORCE:
+        return fail(w, EFAULT, WHY_NO_READ)
     return 0
 
 # ---- entries --------------------------------------------------------------------------------------------------------------

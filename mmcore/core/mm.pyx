@@ -6,7 +6,7 @@ Threads: any number at once: mmap_lock for reading in faults, for writing in wha
     table.
 Kernel: struct mm_struct, vm_area_struct, and the system calls of these names.
 """
-from libc.errno cimport EACCES, EAGAIN, EFAULT, EINVAL, ENOMEM
+from libc.errno cimport EAGAIN, EFAULT, EINVAL, ENOMEM
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 cimport cython
@@ -239,7 +239,7 @@ cdef class MM:
         length: bytes, or "2M". addr: a hint, or with MAP_FIXED the place. Mappings of 2 MiB and more are placed aligned to
         the PMD size, hugetlb ones and devices to their page size. Shared anonymous memory stands on a File of its own.
         Raises MMError: EINVAL, EEXIST (MAP_FIXED_NOREPLACE on something mapped), ENOMEM (no room, no tables, a hugetlb pool
-        that cannot promise its pages, too many VMAs), EAGAIN (MAP_LOCKED over RLIMIT_MEMLOCK), EBADF (no file), EACCES,
+        that cannot promise its pages, too many VMAs), EAGAIN (MAP_LOCKED over RLIMIT_MEMLOCK), EBADF (no file),
         EOVERFLOW, ENODEV (the device is gone). Kernel: mmap(2).
         """
         from .mmap import do_mmap
@@ -273,7 +273,7 @@ cdef class MM:
         """Change the protection of a range.
 
         Raises MMError: EINVAL (misaligned, or it cuts a huge page of hugetlb or a device), ENOMEM (part of it is not mapped,
-        or no frame for a table), EACCES (the mapping may never have it). Kernel: mprotect(2).
+        or no frame for a table). Kernel: mprotect(2).
         """
         cdef uint64_t start, end, wanted = count_arg(prot, "prot", 0, 7)
         cdef int error
@@ -613,9 +613,6 @@ cdef object shape_error(MM self, int error, str call, uint64_t start, uint64_t e
     if error == -ENOMEM:
         return MMError(_errno.ENOMEM, f"{call}: no frame for the page table that splitting a huge page takes, or more than "
                                       f"{MAX_MAP_COUNT} mappings", addr=start)
-    if error == -EACCES:
-        return MMError(_errno.EACCES, f"{call}: a mapping in {start:#x}-{end:#x} may never have this protection. Nothing was "
-                                      "changed", addr=start)
     return MMError(-error, f"{call} of {start:#x}-{end:#x}", addr=start)
 
 cdef int user_copy(MM self, object addr, object data, bint write) except -1:

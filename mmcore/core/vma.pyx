@@ -1,5 +1,5 @@
 """VMAs, and what gives an address space its shape."""
-from libc.errno cimport EACCES, EINVAL, ENOMEM
+from libc.errno cimport EINVAL, ENOMEM
 from libc.string cimport memmove
 from mmcore.core.buddy cimport reserve_hugetlb
 from mmcore.core.file cimport file_add_mm, file_del_mm
@@ -252,12 +252,7 @@ cdef int do_mprotect(mm_t *mm, uint64_t start, uint64_t end, uint64_t prot) noex
     cdef int error
     if range_hole(mm, start, end) < end:
         return -ENOMEM
-    i = vma_find(mm, start)
-    while i < mm.nr_vmas and mm.vma[i].start < end:
-        # VM_MAYREAD and so on are VM_READ and so on, four bits higher.
-        if wanted & ~(mm.vma[i].flags >> 4):
-            return -EACCES
-        i += 1
+    # Every mapping may have every protection: VM_MAYREAD, VM_MAYWRITE and VM_MAYEXEC are always set.
     error = vma_isolate(mm, start, end, &first, &last)
     if error:
         return error

@@ -22,7 +22,7 @@ FLAGS = "-O1 --coverage -fprofile-update=atomic"
 LEFT_OUT = "pragma: no cover"
 # Lines that gcov counts and that are no code: words that only open a block (what stands for them is the copy of a `finally` that
 # an exception runs), and attributes (what stands for them is the getter that Cython writes). coverage.py counts neither.
-NO_CODE = re.compile(r"(else|try|finally):\s*(#.*)?$|cdef (readonly|public) [^=()]+$|#")
+NO_CODE = re.compile(r"(else|try|finally):\s*(#.*)?$|cdef (readonly|public) [\w ,*]+(#.*)?$|#")
 
 
 # Code that is of no line: what closes a function, a try or a loop, and what is written after the last function. Cython says of
