@@ -67,9 +67,11 @@ def seeds(corpus):
 
 def mutate(rng, data):
     """Bytes, arrays or JSON of an .npz, changed."""
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 or not data:
         data = bytearray(data)
         for _ in range(rng.choice([1, 1, 3, 30])):
+            if not data:
+                data += rng.randbytes(4)    # all of it was cut away
             where = rng.randrange(len(data))
             what = rng.randrange(4)
             if what == 0:

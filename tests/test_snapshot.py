@@ -1,4 +1,5 @@
 """Memory.save and Memory.load: the same machine, byte for byte, and it goes on working."""
+import json
 import zipfile
 
 import numpy as np
@@ -189,3 +190,18 @@ def test_closed_memory_cannot_be_saved(tmp_path):
 def test_files_are_archives(tmp_path):
     Memory("4M").save(tmp_path / "m.npz")
     assert zipfile.is_zipfile(tmp_path / "m.npz")
+
+
+@pytest.mark.parametrize("key, value", [("frontiers", []), ("frontiers", [9]), ("frontiers", None), ("pools", []), ("pools", [[1]]), ("stats", {}),
+                                        ("frontiers", {}), ("pools", 7), ("huge_zero_pfn", "x")])
+def test_lists_of_a_damaged_file_may_be_short(tmp_path, key, value):
+    mem = Memory("64M", movable="16M", hugetlb={"2M": 2})
+    mem.save(tmp_path / "m.npz")
+    with np.load(tmp_path / "m.npz") as file:
+        arrays = dict(file)
+    meta = json.loads(arrays["meta"].tobytes())
+    meta[key] = value
+    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    np.savez(tmp_path / "m.npz", **arrays)
+    with pytest.raises(mmc.InvalidArgument, match="no saved Memory, or is damaged"):
+        Memory.load(tmp_path / "m.npz")

@@ -3,6 +3,7 @@
 The file is an .npz without pickle: `meta` (JSON), the parts of mem_map that are not zero by blocks of 512 pages, the free
 blocks, the bytes of pages that were written, and the hugetlb pools.
 """
+cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.string cimport memcpy
 from mmcore.core.buddy cimport forget_ready
@@ -135,7 +136,9 @@ def load(path):
         raise
     return mem
 
+@cython.boundscheck(True)
 cdef object fill(Memory mem, dict arrays, dict meta):
+    # Bounds are checked here, unlike elsewhere: the lists of a damaged file are as long as they are.
     cdef mem_t *m = &mem.m
     cdef const uint8_t[:, ::1] blocks, content
     cdef const uint64_t[::1] numbers, free, written, pooled

@@ -146,9 +146,21 @@ def kernel_register(buffer, rounds=1, *, iovecs=None, clock=time.perf_counter_ns
         result.no_counts = str(error)
         result.at_register = result.at_unregister = None
     with _Ring() as ring:
+        _settle()
         for _ in range(rounds):
             _one_round(ring, packed, len(iovecs), result, length, page, clock)
     return result
+
+
+def _settle(pause=0.002, most=50):
+    """Wait until VmPin stands still: the kernel takes the pages of a ring that was closed off it some time later."""
+    last = limits().pinned
+    for _ in range(most):
+        time.sleep(pause)
+        now = limits().pinned
+        if now == last:
+            return
+        last = now
 
 
 def _one_round(ring, packed, count, result, length, page, clock):
