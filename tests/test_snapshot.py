@@ -192,8 +192,8 @@ def test_files_are_archives(tmp_path):
     assert zipfile.is_zipfile(tmp_path / "m.npz")
 
 
-@pytest.mark.parametrize("key, value", [("frontiers", []), ("frontiers", [9]), ("frontiers", None), ("pools", []), ("pools", [[1]]), ("stats", {}),
-                                        ("frontiers", {}), ("pools", 7), ("huge_zero_pfn", "x")])
+@pytest.mark.parametrize("key, value", [("frontiers", []), ("frontiers", [9]), ("frontiers", None), ("pools", []), ("pools", [[1]]),
+                                        ("stats", {}), ("frontiers", {}), ("pools", 7), ("huge_zero_pfn", "x")])
 def test_lists_of_a_damaged_file_may_be_short(tmp_path, key, value):
     mem = Memory("64M", movable="16M", hugetlb={"2M": 2})
     mem.save(tmp_path / "m.npz")
