@@ -292,3 +292,16 @@ def test_a_free_frame_never_backs_a_page(monkeypatch, holder):
     monkeypatch.setattr(settle.KPageFile, "gather", some_free)
     got = live.capture(started.pid, addr, SIZE)
     assert got.moved == 5 and not got.pfns[:5].any() and got.pfns[5:].all()
+
+
+def test_every_page_of_folios_that_overlap_is_found():
+    #   pfn      16 17 .. 31 | 32      a folio of 16 pages, seen by three of them, and two small pages inside of it
+    #   told as  A  A        |
+    #               B     C
+    pfns = np.array([16, 18, 19, 17, 30, 32, 0], np.uint64)
+    heads = np.array([16, 16, 16, 17, 30, 32, 0], np.uint64)
+    orders = np.array([4, 4, 4, 0, 0, 0, 0], np.uint8)
+    found = pm.overlapping(pfns, heads, orders)
+    assert found[:4].all() and not found[5:].any()
+    left = np.where(found, np.uint64(0), pfns)
+    assert not pm.overlapping(left, heads, orders).any()

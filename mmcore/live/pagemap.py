@@ -184,12 +184,17 @@ def overlapping(pfns, heads, orders):
     """Tell which pages lie in folios that overlap another one, or are told in two sizes; never PFN 0."""
     order = np.argsort(heads, kind="stable")
     order = order[pfns[order] != 0]
-    first, size = heads[order], np.uint64(1) << orders[order].astype(np.uint64)
-    same = first[1:] == first[:-1]
-    wrong = np.where(same, size[1:] != size[:-1], first[:-1] + size[:-1] > first[1:])
     found = np.zeros(len(pfns), bool)
-    found[order[1:][wrong]] = found[order[:-1][wrong]] = True
-    return found
+    while True:
+        first, size = heads[order], np.uint64(1) << orders[order].astype(np.uint64)
+        same = first[1:] == first[:-1]
+        wrong = np.where(same, size[1:] != size[:-1], first[:-1] + size[:-1] > first[1:])
+        if not wrong.any():
+            return found
+        # All pages of both folios; what lies behind them is then compared with what lies before.
+        doubtful = np.isin(first, np.concatenate((first[1:][wrong], first[:-1][wrong])))
+        found[order[doubtful]] = True
+        order = order[~doubtful]
 
 
 def _whole_folios(start, stop, span):
