@@ -24,12 +24,8 @@ def main(argv=None):
     if args.rounds < 1 or nr_pages < 1:
         parser.error("at least 1 round and 1 page")
     rows = alloc.measure(args.rounds, nr_pages)
-    if args.json:
-        report.write_json(rows, args.json)
-    if args.json != "-":
-        print(f"{report.machine()}\nmedian of {args.rounds} rounds\n")
-        print(report.table(rows, ("case", "what", "ns", "mad", "", "", "must reach", "met"), (0, 1, 2, 3, 6, 7)))
-        print("\n" + report.verdict(rows))
+    report.show(rows, args.json, f"median of {args.rounds} rounds",
+                head=("case", "what", "ns", "mad", "", "", "must reach", "met"), columns=(0, 1, 2, 3, 6, 7))
     return 0
 
 

@@ -29,12 +29,7 @@ def main(argv=None):
     if args.rounds < 1 or size < 4096:
         parser.error("at least 1 round, and a page")
     rows = capture.measure(args.rounds, size)
-    if args.json:
-        report.write_json(rows, args.json)
-    if args.json != "-":
-        print(f"{report.machine()}\nmedian of {args.rounds} rounds\n")
-        print(report.table(rows))
-        print("\n" + report.verdict(rows))
+    report.show(rows, args.json, f"median of {args.rounds} rounds")
     return 0
 
 

@@ -45,15 +45,8 @@ def main(argv=None):
     if not names:
         parser.error(f"no case contains {args.case}; there are\n  " + "\n  ".join(gup.CASES))
     rows = gup.measure(names, args.size, args.base_size, args.rounds, SOURCE)
-    if args.json:
-        report.write_json(rows, args.json)
-    if args.json != "-":
-        print(f"{report.machine()}\nbuffers of {format_size(args.size)} and {format_size(args.base_size)}, median of "
-              f"{args.rounds} rounds\n")
-        print(report.table(rows))
-        print("\n" + report.verdict(rows))
-        if any("device" in name for name in names):
-            print("\n" + gup.PUBLISHED_WHY)
+    report.show(rows, args.json, f"buffers of {format_size(args.size)} and {format_size(args.base_size)}, median of {args.rounds} rounds",
+                ["\n" + gup.PUBLISHED_WHY] if any("device" in name for name in names) else ())
     return 0
 
 

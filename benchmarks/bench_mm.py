@@ -26,12 +26,8 @@ def main(argv=None):
     if args.rounds < 1 or any(size < mm.HUGE or size % mm.HUGE for size in sizes) or sizes[1] < sizes[0]:
         parser.error("at least 1 round; sizes are multiples of 2M, the largest not below the smallest")
     rows = mm.measure(args.rounds, *sizes)
-    if args.json:
-        report.write_json(rows, args.json)
-    if args.json != "-":
-        print(f"{report.machine()}\nmedian of {args.rounds} rounds; ns a base page, or a leaf of 2 MiB\n")
-        print(report.table(rows, ("case", "step", "ns", "mad", "against", "ratio", "must reach", "met")))
-        print("\n" + report.verdict(rows))
+    report.show(rows, args.json, f"median of {args.rounds} rounds; ns a base page, or a leaf of 2 MiB",
+                head=("case", "step", "ns", "mad", "against", "ratio", "must reach", "met"))
     return 0
 
 

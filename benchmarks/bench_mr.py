@@ -34,12 +34,7 @@ def main(argv=None):
     if not names:
         parser.error(f"no case contains {args.case}; there are {', '.join(mr.CASES)}")
     rows = mr.measure(names, size, rounds)
-    if args.json:
-        report.write_json(rows, args.json)
-    if args.json != "-":
-        print(f"{report.machine()}\na region of {format_size(size)}, median of {rounds} rounds\n")
-        print(report.table(rows))
-        print("\n" + report.verdict(rows))
+    report.show(rows, args.json, f"a region of {format_size(size)}, median of {rounds} rounds")
     return 0
 
 

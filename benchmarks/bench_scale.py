@@ -44,14 +44,8 @@ def main(argv=None):
                                                              base) < 1 << 30 or largest % (2 << 20) or base % 4096:
         parser.error("at least 1 round, 1 to 64 threads, and 1G")
     rows, left_out = scale.measure(args.rounds, largest, base, memory, args.threads)
-    if args.json:
-        report.write_json(rows, args.json)
-    if args.json != "-":
-        print(f"{report.machine()}\nmedian of {args.rounds} rounds, up to {format_size(memory)} of real memory\n")
-        print(report.table(rows))
-        print("\n" + report.verdict(rows))
-        for why in left_out:
-            print(f"left out: {why}")
+    report.show(rows, args.json, f"median of {args.rounds} rounds, up to {format_size(memory)} of real memory",
+                [f"left out: {why}" for why in left_out])
     return 0
 
 

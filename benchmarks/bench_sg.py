@@ -36,14 +36,8 @@ def main(argv=None):
     if not names:
         parser.error(f"no case contains {args.case}; there are {', '.join(sg.CASES)}")
     rows = sg.measure(names, pages, rounds, FOLDER)
-    if args.json:
-        report.write_json(rows, args.json)
-    if args.json != "-":
-        print(f"{report.machine()}\nlists of {pages} pages, median of {rounds} rounds\n")
-        print(report.table(rows))
-        print("\n" + report.verdict(rows))
-        if "copies" in names:
-            print("\n" + sg.SHUFFLED_NOTE)
+    report.show(rows, args.json, f"lists of {pages} pages, median of {rounds} rounds",
+                ["\n" + sg.SHUFFLED_NOTE] if "copies" in names else ())
     return 0
 
 

@@ -54,14 +54,8 @@ def main(argv=None):
     elif pairs:
         rows += scaling.measure(pairs, args.pages, args.rounds, unpin.load_peers(SOURCE),
                                 0.05 if args.quick else scaling.REGION_SECONDS)
-    if args.json:
-        report.write_json(rows, args.json)
-    if args.json != "-":
-        print(f"{report.machine()}\nlists of {args.pages} pages, median of {args.rounds} rounds\n")
-        print(report.table(rows))
-        print("\n" + report.verdict(rows))
-        if any(case.name == "order 9" for case in singles):
-            print("\n" + unpin.PUBLISHED_WHY)
+    report.show(rows, args.json, f"lists of {args.pages} pages, median of {args.rounds} rounds",
+                ["\n" + unpin.PUBLISHED_WHY] if any(case.name == "order 9" for case in singles) else ())
     return 0
 
 

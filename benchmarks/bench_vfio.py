@@ -45,13 +45,8 @@ def main(argv=None):
     """Measure, print, and return the exit status."""
     args = options(argv)
     rows = vfio.measure(args.names, args.size, args.base_size, args.gigantic, args.rounds)
-    if args.json:
-        report.write_json(rows, args.json)
-    if args.json != "-":
-        print(f"{report.machine()}\n{format_size(args.size)} in 2 MiB folios, {format_size(args.base_size)} in 4 KiB pages, median of "
-              f"{args.rounds} rounds; \"asking\": iova_to_phys for every page, as the kernel does\n")
-        print(report.table(rows))
-        print("\n" + report.verdict(rows))
+    report.show(rows, args.json, f"{format_size(args.size)} in 2 MiB folios, {format_size(args.base_size)} in 4 KiB pages, median of "
+                                 f"{args.rounds} rounds; \"asking\": iova_to_phys for every page, as the kernel does")
     return 0
 
 

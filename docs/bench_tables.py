@@ -9,17 +9,14 @@ What stands between the marks of benchmarks.md is replaced; everything else ther
 import json
 from pathlib import Path
 
+from mmcore.bench.report import number
+from mmcore.bench.tables import cost_model_words
 from mmcore.core.size import format_size
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 DATA = ROOT / "benchmarks" / "data" / "bench.json"
 FASTER = 1.1            # from here on another one's lead is told
-
-
-def number(value):
-    """Return ns with three digits."""
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 def tables(report):
@@ -42,11 +39,8 @@ def tables(report):
                    f"{entry['verdict']} | {published} | {number(kernel) if kernel else '-'} | {number(peer) if peer else '-'} |")
     model = report.get("cost_model")
     if model:
-        share = dict(model["share_inside"])
-        runs, total = share.pop("runs"), share.pop("total")
-        yield (f"\nCost model: {100 * total:.0f} % of {runs} real runs lay inside the interval that the calibration gives (aim "
-               f"{100 * model['aim']:.0f} %); by phase: "
-               + ", ".join(f"{phase.replace('_', '-')} {100 * part:.0f} %" for phase, part in share.items()) + ".")
+        words = cost_model_words(model)
+        yield f"\n{words[0].upper()}{words[1:]}."
 
 
 def others(report):

@@ -97,6 +97,18 @@ def write_json(rows, where):
             out.write(text)
 
 
+def show(rows, where, heading, notes=(), **columns):
+    """Write rows as JSON where asked to, and print them: machine, heading, table, verdict, notes. JSON on standard output is alone."""
+    if where:
+        write_json(rows, where)
+    if where != "-":
+        print(f"{machine()}\n{heading}\n")
+        print(table(rows, **columns))
+        print("\n" + verdict(rows))
+        for note in notes:
+            print(note)
+
+
 def progress(text):
     """Say on a terminal what is being measured."""
     if sys.stderr.isatty():

@@ -278,6 +278,16 @@ def cost_model(runs):
     return {"share_inside": share, "aim": 0.9, "calibrated": calibration.date, "doubts": calibration.doubts()}
 
 
+def cost_model_words(model):
+    """Return what cost_model() found as one sentence."""
+    share = dict(model["share_inside"])
+    runs, total = share.pop("runs"), share.pop("total")
+    return (f"cost model: {100 * total:.0f} % of {runs} real runs took what the calibration of {model['calibrated']} "
+            f"expects (aim {100 * model['aim']:.0f} %); by phase: "
+            + ", ".join(f"{phase.replace('_', '-')} {100 * part:.0f} %" for phase, part in share.items())
+            + "".join(f"; {doubt}" for doubt in model["doubts"]))
+
+
 # ---- all of it -------------------------------------------------------------------------------------------------------
 def measure(names=None, quick=False, rounds=ROUNDS, size=None):
     """Measure tables by name, all when there are none; returns plain data, ready for JSON."""

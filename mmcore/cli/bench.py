@@ -120,12 +120,9 @@ def _notes(report):
         yield f"C peer, no figure: {why}"
     model = report.get("cost_model")
     if model:
-        share = dict(model["share_inside"])
-        runs, total = share.pop("runs"), share.pop("total")
-        yield (f"cost model: {100 * total:.0f} % of {runs} real runs took what the calibration of {model['calibrated']} "
-               f"expects (aim {100 * model['aim']:.0f} %); by phase: "
-               + ", ".join(f"{phase.replace('_', '-')} {100 * part:.0f} %" for phase, part in share.items())
-               + "".join(f"; {doubt}" for doubt in model["doubts"]))
+        from mmcore.bench.tables import cost_model_words
+
+        yield cost_model_words(model)
     for name, why in report["missing"].items():
         yield f"left out: {name}: {why}"
     yield f"{report['seconds']:.0f} s in all"
