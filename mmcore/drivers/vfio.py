@@ -33,10 +33,10 @@ from .vfio_dma import DmaTree, VFIODma, VFIOMapping, VFIOPin, word
 from .vfio_dirty import DirtyPages
 from .vfio_external import ExternalPins, VFIODevice
 from .vfio_page import vfio_change_dma_owner, vfio_unpin_page_external
-from .vfio_pin import ACQUIRES, RELEASES, vfio_pin_map_dma, vfio_replay, vfio_unreplay
+from .vfio_pin import ACQUIRES, RELEASES, vfio_pin_map_dma, vfio_replay
 from .vfio_uapi import *
 from .vfio_uapi import __all__ as _uapi
-from .vfio_unmap import vfio_reaccount, vfio_unmap_domain, vfio_unmap_unpin
+from .vfio_unmap import vfio_reaccount, vfio_unmap_domain, vfio_unmap_unpin, vfio_unreplay
 from .vfio_window import excluded, free_iova, inside, intersect, windows_of
 
 __all__ = ["VFIOContainer", "VFIODevice", "VFIOMapping", "VFIOPin", *_uapi]

@@ -1,6 +1,6 @@
 """Pins of single pages, for drivers; and mappings that change their owner."""
 from libc.errno cimport EINVAL, ENOMEM
-from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t, pins_tell
+from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t
 from mmcore.core.mm cimport MM
 from mmcore.core.space cimport *
 from mmcore.drivers.vfio_pin cimport *
@@ -8,8 +8,6 @@ from mmcore.drivers.vfio_pin cimport *
 import errno as _errno
 
 from ..core.errors import MMError
-from ..ledger import holding
-from .vfio_unmap import holder_name
 
 # ---- external pins ---------------------------------------------------------------------------------------------------
 def vfio_pin_page_external(VFIODma dma not None, uint64_t iova, bint do_accounting, str call):
@@ -55,8 +53,7 @@ def vfio_pin_page_external(VFIODma dma not None, uint64_t iova, bint do_accounti
     if pin_watchers and not rsvd:
         pins_begin(&log)
         log_chunk(&log, &mem.m, pfn, 1)
-        with holding(holder_name(dma)):
-            pins_tell(mem, &log, 1)
+        tell_pins(dma, &log, 1)
     return pfn
 
 
@@ -83,9 +80,7 @@ def vfio_unpin_page_external(VFIODma dma not None, uint64_t iova, bint do_accoun
         if do_accounting:
             lock_acct(&dma.d, -<int64_t>released)
     mem.leave()
-    if log.n or log.lost:
-        with holding(holder_name(dma)):
-            pins_tell(mem, &log, -1)
+    tell_pins(dma, &log, -1)
     putting_failed(mem, &u, call)
     return True
 

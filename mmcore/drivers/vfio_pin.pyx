@@ -7,7 +7,7 @@ from mmcore.core.folio cimport FOLL_LONGTERM, FOLL_PIN, FOLL_REMOTE, FOLL_TOUCH,
 from mmcore.core.gup cimport gup_pages
 from mmcore.core.gup_args cimport gup_error
 from mmcore.core.gup_walk cimport WHY_NOTHING, WHY_OUTPUT
-from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t, pins_tell
+from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t
 from mmcore.core.iommu cimport *
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.mm cimport MM
@@ -22,8 +22,6 @@ import errno as _errno
 
 from ..core.errors import MMError
 from ..core.size import format_size
-from ..ledger import holding
-from .vfio_unmap import holder_name
 
 # ---- GUP: a batch ----------------------------------------------------------------------------------------------------
 cdef inline unsigned pin_flags(const pinning_t *p) noexcept nogil:
@@ -468,8 +466,7 @@ def vfio_pin_map_dma(VFIODma dma not None, list domains, int acquire, int releas
         if not remember:
             drop_runs(&dma.d.runs)
             dma.d.runs_whole = False
-        with holding(holder_name(dma)):
-            pins_tell(mem, &log, 1)
+        tell_pins(dma, &log, 1)
 
 
 def vfio_replay(VFIODma dma not None, list domains, IOMMUDomain new not None, str call):
@@ -487,26 +484,6 @@ def vfio_replay(VFIODma dma not None, list domains, IOMMUDomain new not None, st
     mem.leave()
     if p.error:
         raise pin_failed(dma, &p, call)
-
-
-def vfio_unreplay(VFIODma dma not None, IOMMUDomain new not None, int release):
-    """Take back vfio_pin_map_dma() of a mapping in an attach that failed: external pins stay charged."""
-    cdef unmapping_t z
-    cdef domains_t to
-    cdef pins_t log
-    cdef Memory mem = dma.mm.mem
-    domains_in([new], &to)
-    pins_begin(&log)
-    mem.enter()
-    with nogil:
-        putting_begin(&z.u, &mem.m, release, &log if pin_watchers else NULL)
-        unmap_unpin(&z, &dma.d, &to, dma.d.size, ACCOUNT_EACH)
-        putting_end(&z.u)
-    mem.leave()
-    if log.n or log.lost:
-        with holding(holder_name(dma)):
-            pins_tell(mem, &log, -1)
-    unmapping_failed(mem, &z)
 
 
 ACQUIRES = {"sink": <int>ACQUIRE_SINK, "batch": <int>ACQUIRE_BATCH, "page": <int>ACQUIRE_PAGE}

@@ -48,4 +48,5 @@ cdef struct domains_t:
 cdef int domains_in(list domains, domains_t *out) except -1     # of IOMMUDomain
 # Unmap and release the first `size` bytes
 cdef void unmap_unpin(unmapping_t *z, dma_t *d, const domains_t *domains, uint64_t size, int accounting) noexcept nogil
+cdef object tell_pins(VFIODma dma, pins_t *log, int sign)         # the ledger, under the mapping's name
 cdef object unmapping_failed(Memory mem, unmapping_t *z)        # raises what went wrong, if anything did

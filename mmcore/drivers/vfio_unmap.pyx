@@ -125,12 +125,13 @@ cdef object unmapping_failed(Memory mem, unmapping_t *z):
                       "them behind the container's back. Without remembered runs their pins stay")
 
 # ---- for the container -----------------------------------------------------------------------------------------------
-def vfio_unmap_unpin(VFIODma dma not None, list domains, int how, bint do_accounting):
-    """Unmap and release a mapping; returns the pages that were released and not uncharged. The container's lock is
-    held.
+cdef object tell_pins(VFIODma dma, pins_t *log, int sign):
+    if log.n or log.lost:
+        with holding(f"VFIO {dma.d.iova:#x}+{dma.d.size:#x}"):
+            pins_tell(dma.mm.mem, log, sign)
 
-    Raises BadPage when pins or translations were missing, after everything else was done.
-    """
+cdef object release_mapping(VFIODma dma, list domains, int how, int accounting):
+    """Unmap a mapping in these domains and unpin it; returns the pages that were released."""
     cdef unmapping_t z
     cdef domains_t in_
     cdef pins_t log
@@ -140,14 +141,27 @@ def vfio_unmap_unpin(VFIODma dma not None, list domains, int how, bint do_accoun
     mem.enter()
     with nogil:
         putting_begin(&z.u, &mem.m, how, &log if pin_watchers else NULL)
-        unmap_unpin(&z, &dma.d, &in_, dma.d.size, ACCOUNT_ALL if do_accounting else ACCOUNT_NOT)
+        unmap_unpin(&z, &dma.d, &in_, dma.d.size, accounting)
         putting_end(&z.u)
     mem.leave()
-    if log.n or log.lost:
-        with holding(holder_name(dma)):
-            pins_tell(mem, &log, -1)
+    tell_pins(dma, &log, -1)
     unmapping_failed(mem, &z)
-    return 0 if do_accounting else z.unlocked
+    return z.unlocked
+
+
+def vfio_unmap_unpin(VFIODma dma not None, list domains, int how, bint do_accounting):
+    """Unmap and release a mapping; returns the pages that were released and not uncharged. The container's lock is
+    held.
+
+    Raises BadPage when pins or translations were missing, after everything else was done.
+    """
+    unlocked = release_mapping(dma, domains, how, ACCOUNT_ALL if do_accounting else ACCOUNT_NOT)
+    return 0 if do_accounting else unlocked
+
+
+def vfio_unreplay(VFIODma dma not None, IOMMUDomain new not None, int release):
+    """Take back vfio_pin_map_dma() of a mapping in an attach that failed: external pins stay charged."""
+    release_mapping(dma, [new], release, ACCOUNT_EACH)
 
 
 def vfio_unmap_domain(VFIODma dma not None, IOMMUDomain domain not None):
@@ -170,8 +184,3 @@ def vfio_reaccount(VFIODma dma not None, uint64_t unlocked):
     dma.d.lock_cap = True
     lock_acct(&dma.d, locked - <int64_t>unlocked)
     dma.d.lock_cap = cap
-
-
-def holder_name(VFIODma dma not None):
-    """What a ledger calls a mapping."""
-    return f"VFIO {dma.d.iova:#x}+{dma.d.size:#x}"
