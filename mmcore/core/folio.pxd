@@ -157,7 +157,6 @@ cdef inline bint retake(page_t *head, bint large, bint pins, uint64_t count) noe
     return True
 
 cdef int grab_folio(mem_t *m, uint64_t pfn, uint64_t refs, unsigned flags) noexcept nogil
-cdef uint64_t try_get_folio(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil
 
 # ---- split ------------------------------------------------------------------------------------------------------------
 cdef int split(mem_t *m, uint64_t pfn, unsigned new_order) noexcept nogil    # 0, -EINVAL, -EBUSY, -EAGAIN

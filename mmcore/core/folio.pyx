@@ -103,21 +103,6 @@ cdef int put_last(mem_t *m, page_t *head, uint32_t old) noexcept nogil:
     return FREED
 
 # ---- taking references --------------------------------------------------------------------------------------------------
-cdef uint64_t try_get_folio(mem_t *m, uint64_t pfn, uint32_t refs) noexcept nogil:
-    """Take references on the folio that holds a page; its head's PFN, or 0 when it is free.
-
-    The page may be split off its folio meanwhile: look again once the references hold it.
-    """
-    cdef uint64_t head
-    while True:
-        head = compound_head_pfn(m.map, pfn)
-        if not ref_add_positive(&m.map[head], refs):
-            return 0
-        if mm_likely(compound_head_pfn(m.map, pfn) == head):
-            return head
-        if put_refs(m, &m.map[head], page_is_head(&m.map[head]), refs) == FREED:
-            free_folio(m, head, folio_order_of(&m.map[head]))
-
 cdef int grab_folio(mem_t *m, uint64_t pfn, uint64_t refs, unsigned flags) noexcept nogil:
     """try_grab_folio on the folio with this head: 0, -ENOMEM, -EREMOTEIO, -EINVAL."""
     cdef page_t *head = &m.map[pfn]
