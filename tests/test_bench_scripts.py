@@ -61,6 +61,9 @@ def test_sizes_fit_the_budget():
     assert found == [gib, 8 * gib, 64 * gib]
     assert why.startswith("512G needs 11.4 GiB of real memory, 2.0 GiB are allowed")
     assert scale.sizes("base", gib, 1)[0] == []
+    # The largest is what one came for: those below it make room.
+    found, why = scale.sizes("thp", 1 << 40, 21 * gib)
+    assert found == [gib, 8 * gib, 1 << 40] and why.startswith("64G, 512G: no room beside 1T in 21.0 GiB")
 
 
 @pytest.mark.parametrize("backing", scale.BACKINGS.values())

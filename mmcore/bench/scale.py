@@ -22,21 +22,26 @@ STEP = 8
 
 
 def sizes(backing, largest, budget):
-    """Return ([bytes of the buffers], why the largest is not among them or ""): from 1 GiB, by factors of 8, within a
-    budget of real memory.
+    """Return ([bytes of the buffers], why some are not among them or ""): from 1 GiB, by factors of 8, within a budget of real
+    memory, all at once. Where not all of them fit, those below the largest make room for it, from the top on.
     """
-    found, size, total = [], GIB, 0
-    while True:
-        size = min(size, largest)
-        need = size // PAGE * REAL_BYTES[backing]
-        if total + need > budget:
-            wanted, allowed = (total + need) / GIB, budget / GIB
-            return found, f"{format_size(size)} needs {wanted:.1f} GiB of real memory, {allowed:.1f} GiB are allowed"
-        found.append(size)
-        total += need
-        if size == largest:
-            return found, ""
-        size *= STEP
+    wanted = [min(GIB, largest)]
+    while wanted[-1] < largest:
+        wanted.append(min(wanted[-1] * STEP, largest))
+
+    def need(found):
+        return sum(found) // PAGE * REAL_BYTES[backing]
+
+    fits = next((nr for nr in range(len(wanted)) if need(wanted[:nr + 1]) > budget), len(wanted))
+    if fits == len(wanted):
+        return wanted, ""
+    found, gone = [*wanted[:-1], largest], []
+    while len(found) > 2 and need(found) > budget:
+        gone.insert(0, format_size(found.pop(-2)))
+    if len(found) > 1 and need(found) <= budget:
+        return found, f"{', '.join(gone)}: no room beside {format_size(largest)} in {budget / GIB:.1f} GiB of real memory"
+    return wanted[:fits], (f"{format_size(wanted[fits])} needs {need(wanted[:fits + 1]) / GIB:.1f} GiB of real memory, "
+                           f"{budget / GIB:.1f} GiB are allowed")
 
 
 def with_size(backing, found, rounds):
