@@ -40,18 +40,26 @@ def build(name, flags):
     return where
 
 
+def _path(library):
+    """Return where the compiler's libraries have this one; the bare name if they do not."""
+    return subprocess.run([*compiler().split()[-1:], f"-print-file-name={library}"], capture_output=True, text=True).stdout.strip()
+
+
 def environment(name, where):
-    """Return the variables under which a Python loads the build and its sanitizer."""
+    """Return the variables under which a Python loads the build and its sanitizer.
+
+    libstdc++ comes early too: the sanitizers wrap what throws, and look for it once, before matplotlib brings it.
+    """
     flags, library, options, values, _ = KINDS[name]
-    path = subprocess.run([*compiler().split()[-1:], f"-print-file-name={library}"], capture_output=True, text=True).stdout.strip()
+    path = _path(library)
     if not os.path.isabs(path):
         print(f"{name}: {compiler()} has no {library} here", file=sys.stderr)
         raise SystemExit(77)
+    preload = [os.path.realpath(found) for found in (path, _path("libstdc++.so.6")) if os.path.isabs(found)]
     for old in where.glob("report*"):
         old.unlink()
-    return {**os.environ, "LD_PRELOAD": os.path.realpath(path), options: f"{values}:log_path={where / 'report'}",
-            "PYTHONPATH": str(where / "lib"), "PYTHONMALLOC": "malloc" if name == "asan" else "default",
-            "MMCORE_SANITIZER": name}
+    return {**os.environ, "LD_PRELOAD": " ".join(preload), options: f"{values}:log_path={where / 'report'}",
+            "PYTHONPATH": str(where / "lib"), "PYTHONMALLOC": "malloc" if name == "asan" else "default", "MMCORE_SANITIZER": name}
 
 
 def main(argv):
