@@ -1,4 +1,4 @@
-"""One history of calls on several machines that were built alike, and on the plain engine of reference.py.
+"""One history of calls on several machines that were built alike, and on the plain engine of reference/frames.py.
 
 After every call all machines have the same bytes in mem_map and the same statistics, and both are what the reference
 says; a call that is refused is refused by all, for the same page, and changes nothing.
@@ -6,8 +6,8 @@ says; a call that is refused is refused by all, for the same page, and changes n
 import random
 
 import mmcore as mmc
-import reference
 from mmcore import BadPage, DevicePages, FOLL_GET, FOLL_PIN, Memory, MMError, PageList, PageRanges
+from reference import Refused, frames
 
 POOLS = {"2M": 1, "64K": 3}
 MACHINE = dict(movable="2M", cma="2M", hugetlb=POOLS,
@@ -21,7 +21,7 @@ class History:
     def __init__(self, machines, huge_zero=True):
         self.mems = {name: Memory("16M", **MACHINE) for name in machines}
         self.first = self.mems[machines[0]]
-        self.reference = reference.Engine(self.first.vmstat()["nr_free_pages"], {9: 1, 4: 3})
+        self.reference = frames.Engine(self.first.vmstat()["nr_free_pages"], {9: 1, 4: 3})
         self.reference.adopt(1, 0, "zero")
         self.pinned, self.taken, self.seen = [], [], set()
         for device in self.first.devices:
@@ -101,9 +101,9 @@ class History:
         before, expected = self.first.pages.tobytes(), None
         try:
             should()
-        except reference.BadPage:
+        except frames.BadPage:
             expected = BadPage
-        except reference.Refused as e:
+        except Refused as e:
             expected = e.errno
         outcomes = {}
         for name, mem in self.mems.items():

@@ -8,9 +8,9 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, rule
 
 import mmcore as mmc
-from mm_reference import READ, WRITE, Space
+from reference.spaces import READ, WRITE, Space
 from mmcore import MM, MMError
-from test_mm_state import MOST_MMS, PAGE, PAGES, PMD, Machine, lengths, starts, window
+from test_mm_state import MOST_MMS, PAGE, PAGES, PMD, Hold, Machine, lengths, starts, window
 
 GETS = (mmc.get_user_pages, mmc.get_user_pages_remote, mmc.get_user_pages_unlocked, mmc.get_user_pages_fast)
 PINS = (mmc.pin_user_pages, mmc.pin_user_pages_remote, mmc.pin_user_pages_unlocked, mmc.pin_user_pages_fast)
@@ -61,13 +61,13 @@ class PinMachine(Machine):
             limited = flags & (mmc.FOLL_NOFAULT | mmc.FOLL_DUMP | mmc.FOLL_ANON)
             assert refusal.errno == errno.EFAULT and (wanted == 0 or limited) or (
                 # somebody else's pin keeps a page from moving
-                refusal.errno == errno.ENOMEM and flags & mmc.FOLL_LONGTERM and self.pins), (refusal, wanted)
+                refusal.errno == errno.ENOMEM and flags & mmc.FOLL_LONGTERM and self.holds()), (refusal, wanted)
             if refusal.errno == errno.ENOMEM:
                 self.faulted(space, pages[:wanted], write, flags)       # all were brought in before one could not move
             return mm, pages.start, None
         assert len(got) <= wanted
         # The fast walk's pages stay when what follows cannot be moved for somebody else's pin.
-        short = flags & mmc.FOLL_LONGTERM and call is mmc.pin_user_pages_fast and self.pins
+        short = flags & mmc.FOLL_LONGTERM and call is mmc.pin_user_pages_fast and self.holds()
         if not short and not flags & (mmc.FOLL_NOFAULT | mmc.FOLL_DUMP | mmc.FOLL_ANON | mmc.FOLL_NOWAIT):
             assert len(got) == wanted, (len(got), wanted)
         if short and len(got) < wanted:
@@ -117,7 +117,7 @@ class PinMachine(Machine):
                     and not (mmc.is_zero_page(page) or mmc.is_huge_zero_page(page)) \
                     and mmc.PageFlags.anon_exclusive in (page.flags | page.folio.flags):
                 kept.append(i)
-                self.pins.append([mm, first + i, page.pfn, space.read(first + i)])
+                self.pins.append(Hold(mm, first + i, page.pfn, space.read(first + i), area.prot & WRITE))
         mmc.unpin_user_pages(mmc.PageList(self.mem, [pfn for i, pfn in enumerate(got.pfns.tolist()) if i not in kept]))
 
 

@@ -4,13 +4,15 @@ import os
 import random
 import re
 import struct
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import currently_in_test_context, note, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 import mmcore as mmc
-from mm_reference import READ, WRITE, Refused, Share, Space
+from reference import Refused
+from reference.spaces import READ, WRITE, Share, Space
 from mmcore import MM, MMError, Memory
 from timeline import Timeline
 
@@ -42,6 +44,19 @@ def say(row):
         print(row)
 
 
+@dataclass(eq=False)
+class Hold:
+    """A pinned page: where it is mapped (page None: no longer), its frame, and what a device reads there."""
+    mm: MM
+    page: int
+    pfn: int
+    token: object           # a number; (Share, index) for what is shared
+    writable: bool = True
+
+    def content(self):
+        return self.token[0].get(self.token[1], 0) if isinstance(self.token, tuple) else self.token
+
+
 class Machine(RuleBasedStateMachine):
     """Several processes in one arena, each with its plain twin."""
 
@@ -53,7 +68,7 @@ class Machine(RuleBasedStateMachine):
         self.mem = Memory("128M", thp=self.thp, mthp=self.mthp)
         self.free = None
         self.spaces = []
-        self.pins = []          # [mm, page or None when it is unmapped, pfn, token]
+        self.pins = []
         self.token = 0
         self.shares = 0
         first = MM(self.mem)
@@ -88,11 +103,23 @@ class Machine(RuleBasedStateMachine):
         assert got == wanted, (errno.errorcode.get(got), errno.errorcode.get(wanted))
         return got
 
+    def holds(self):
+        return self.pins
+
+    def at(self, mm, pages):
+        """What is pinned and mapped there."""
+        return [hold for hold in self.holds() if hold.mm is mm and hold.page is not None and hold.page in pages]
+
     def detach(self, mm, pages):
         """What is pinned there is not mapped any more: it keeps what it had."""
-        for pin in self.pins:
-            if pin[0] is mm and pin[1] is not None and pin[1] in pages:
-                pin[1] = None
+        for hold in self.at(mm, pages):
+            hold.page = None
+
+    def written(self, mm, space, page):
+        """Devices see the same."""
+        if space.area[page].share is None:
+            for hold in self.at(mm, (page,)):
+                hold.token = self.token
 
     @rule(which=st.integers(0, 9), start=starts, length=lengths, prot=prots, shared=st.booleans())
     def mmap(self, which, start, length, prot, shared):
@@ -123,9 +150,7 @@ class Machine(RuleBasedStateMachine):
         page = ARENA + start
         self.token += 1
         if self.both(lambda: mm.write(page * PAGE, struct.pack("<Q", self.token)), lambda: space.write(page, self.token)) is None:
-            for pin in self.pins:
-                if pin[0] is mm and pin[1] == page:
-                    pin[3] = self.token
+            self.written(mm, space, page)
 
     @rule(which=st.integers(0, 9), start=starts)
     def read(self, which, start):
@@ -161,10 +186,10 @@ class Machine(RuleBasedStateMachine):
         refused = self.both(lambda: mm.mremap(old.start * PAGE, len(old) * PAGE, len(new) * PAGE, new.start * PAGE),
                             lambda: space.mremap(old, new))
         if refused is None:
-            pins = [pin for pin in self.pins if pin[0] is mm and pin[1] is not None and pin[1] in old]
+            moved = self.at(mm, old)
             self.detach(mm, new)
-            for pin in pins:
-                pin[1] = new.start + pin[1] - old.start if pin[1] - old.start < len(new) else None
+            for hold in moved:
+                hold.page = new.start + hold.page - old.start if hold.page - old.start < len(new) else None
 
     @rule(which=st.integers(0, 9))
     @precondition(lambda self: len(self.spaces) < MOST_MMS)
@@ -195,10 +220,9 @@ class Machine(RuleBasedStateMachine):
         try:
             mm.madvise(pages.start * PAGE, PMD * PAGE, mmc.MADV_COLLAPSE)
         except MMError as refusal:
-            pinned = {pin[2] for pin in self.pins}
             if refusal.errno == errno.EAGAIN:
                 # Somebody holds a page of the range. In a large folio it may be another page of it.
-                assert pinned and number is None
+                assert self.holds() and number is None
             elif number is None:
                 # Tables of pages that were only read may be gone.
                 assert refusal.errno == errno.EINVAL and not before[0].intersection(pages)
@@ -244,17 +268,15 @@ class Machine(RuleBasedStateMachine):
         space.write(page, self.token)
         at = mm.page_at(page * PAGE)
         mmc.grab_pages(mmc.PageList(self.mem, [at.pfn]))
-        for pin in self.pins:
-            if pin[0] is mm and pin[1] == page:
-                pin[3] = self.token
-        self.pins.append([mm, page, at.pfn, self.token])
+        self.written(mm, space, page)
+        self.pins.append(Hold(mm, page, at.pfn, self.token))
 
     @rule(which=st.integers(0, 7))
     @precondition(lambda self: self.pins)
     def unpin(self, which):
-        mm, page, pfn, token = self.pins.pop(which % len(self.pins))
-        self.timeline.event("device", f"unpin PFN {pfn:#x}")
-        mmc.unpin_user_pages(mmc.PageList(self.mem, [pfn]))
+        hold = self.pins.pop(which % len(self.pins))
+        self.timeline.event("device", f"unpin PFN {hold.pfn:#x}")
+        mmc.unpin_user_pages(mmc.PageList(self.mem, [hold.pfn]))
 
     @rule(which=st.integers(0, 9))
     def clear_refs(self, which):
@@ -286,11 +308,11 @@ class Machine(RuleBasedStateMachine):
             if self.thp == "never" and not self.mthp:
                 stat = mm.rss_stat
                 assert stat["anon"] + stat["swap"] == len(space.populated)
-        for mm, page, pfn, token in self.pins:
-            assert self.content(pfn) == token
-            if page is not None:
-                at = mm.page_at(page * PAGE)
-                assert at is not None and at.pfn == pfn, "a pinned page stays where it is mapped"
+        for hold in self.holds():
+            assert self.content(hold.pfn) == hold.content()
+            if hold.page is not None:
+                at = hold.mm.page_at(hold.page * PAGE)
+                assert at is not None and at.pfn == hold.pfn, "a pinned page stays where it is mapped"
         self.mem.check()
 
     def teardown(self):
@@ -303,8 +325,7 @@ class Machine(RuleBasedStateMachine):
                     word = int(mm.pagemap(page * PAGE, 1)[0])
                     assert struct.unpack("<Q", mm.read(page * PAGE, 8))[0] == space.read(page), \
                         (hex(page), hex(word), area, space.read(page), page in space.populated, self.thp, self.mthp)
-        for mm, page, pfn, token in self.pins:
-            mmc.unpin_user_pages(mmc.PageList(self.mem, [pfn]))
+        mmc.unpin_user_pages(mmc.PageList(self.mem, [hold.pfn for hold in self.pins]))
         for mm, space in self.spaces:
             mm.exit()
         self.mem.check()

@@ -4,7 +4,7 @@ import pytest
 
 import mmcore as mmc
 from mmcore import InvalidArgument, Memory, MMError, PageList, PageRanges, SGAppendTable
-from sg_reference import geometry
+from reference.lists import geometry
 from sg_support import PAGE, UINT_MAX, append, build, entries, rows, snapshot
 from support import refused
 

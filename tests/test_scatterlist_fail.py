@@ -3,7 +3,7 @@ import pytest
 
 import mmcore as mmc
 from mmcore import InvalidArgument, Memory, MMError, PageList, PageRanges, SGAppendTable
-from sg_reference import geometry
+from reference.lists import geometry
 from sg_support import PAGE, UINT_MAX, append, build, rows, snapshot
 from support import refused
 

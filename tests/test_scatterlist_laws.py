@@ -1,4 +1,4 @@
-"""Scatterlists against the plain engine of sg_reference.py, on random lists, batches, limits and failures."""
+"""Scatterlists against the plain one of reference/lists.py, on random lists, batches, limits and failures."""
 import ctypes
 
 import numpy as np
@@ -7,7 +7,8 @@ from hypothesis import given, strategies as st
 
 import mmcore as mmc
 from mmcore import InvalidArgument, Memory, MMError, PageList, PageRanges, SG_MITER_FROM_SG, SGAppendTable
-from sg_reference import Refused, Table, bytes_of, cut, dma_segments, join, pages_of
+from reference import Refused
+from reference.lists import Table, bytes_of, cut, dma_segments, join, pages_of
 from sg_support import PAGE, UINT_MAX, append, build, entries, rows, snapshot
 
 MEM = Memory("64M", devices=[mmc.DevicePages("256K", "generic"), mmc.DevicePages("256K", "pci_p2pdma")])

@@ -9,8 +9,8 @@ import pytest
 import mmcore.core.folio
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS = [line for line in (ROOT / "docs" / "trust.md").read_text().split("## The references")[0].splitlines()
-        if line.startswith("| ") and not line.startswith("| Law")]
+LAWS, REFERENCE, *_ = (ROOT / "docs" / "trust.md").read_text().split("\n## ")
+ROWS = [line for line in LAWS.splitlines() if line.startswith("| ") and not line.startswith("| Law")]
 
 
 def test_every_law_of_the_design_has_a_row():
@@ -26,6 +26,15 @@ def test_checks_and_tests_exist(row):
         assert f'"{words}"' in source, words
     names = tests.split(", ")
     assert names and all((ROOT / "tests" / f"{name}.py").exists() for name in names), tests
+
+
+def test_the_reference_is_what_its_table_says():
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", REFERENCE, re.M)
+    assert {module for module, _ in rows} == {path.stem for path in (ROOT / "tests" / "reference").glob("[!_]*.py")}
+    for module, tests in rows:
+        for name in tests.split(", "):
+            assert "reference" in (ROOT / "tests" / f"{name}.py").read_text(), (module, name)
+        assert "mmcore" not in re.sub('"""(.|\n)*?"""', "", (ROOT / "tests" / "reference" / f"{module}.py").read_text())
 
 
 def test_an_ordinary_build_has_no_marks():

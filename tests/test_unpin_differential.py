@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 import mmcore as mmc
 from history import History
 from mmcore import FOLL_GET, Memory, PageList, PageRanges
-from reference import contiguous_prefix, list_groups, next_group, range_groups, remaining_pages
+from reference.frames import contiguous_prefix, list_groups, next_group, range_groups, remaining_pages
 
 SEEDS = st.integers(0, (1 << 32) - 1)
 

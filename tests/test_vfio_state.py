@@ -1,11 +1,13 @@
-"""A container against the plain one in vfio_reference.py: any calls in any order, every law after each of them."""
+"""A container against the plain one of reference/vfio.py: any calls in any order, every law after each of them."""
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import vfio_reference as plain
 from mmcore import *
+from reference import Refused, vfio as plain
 from vfio_support import *
 
 PAGES = 24                      # behind each process's buffer
@@ -45,7 +47,7 @@ class Both(RuleBasedStateMachine):
         before = seen(self.c)
         try:
             expected = theirs()
-        except plain.Refused as refusal:
+        except Refused as refusal:
             with pytest.raises(MMError) as caught:
                 ours()
             assert caught.value.errno == refusal.errno, (caught.value, refusal)
@@ -165,10 +167,10 @@ class Both(RuleBasedStateMachine):
         for mm, process in self.sides:
             assert mm.locked_vm == process.locked == sum(m.locked_vm for m in maps if m.mm is mm)
         # 2. pins by page, and 7. by the counters
-        wanted = p.gup_pins()
+        wanted = Counter(p.pins())
         for _, process in self.sides:
             for pfn in filter(None, process.pfns):
-                assert self.mem.page(pfn).refcount >> 10 == wanted.get(pfn, 0)
+                assert self.mem.page(pfn).refcount >> 10 == wanted[pfn]
         assert pins(self.mem) == sum(wanted.values())
         # 3. slots, 9. invalid addresses
         assert c.dma_avail + len(maps) == ENTRIES and c.vaddr_invalid_count == p.invalid

@@ -12,15 +12,9 @@ its errno, and changes nothing unless it says so.
 import errno
 from dataclasses import dataclass, replace
 
+from . import Refused
+
 READ, WRITE = 1, 2
-
-
-class Refused(Exception):
-    """The call is refused with an errno."""
-
-    def __init__(self, number):
-        super().__init__(errno.errorcode[number])
-        self.errno = number
 
 
 class Share(dict):

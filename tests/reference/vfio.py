@@ -5,23 +5,18 @@ A call returns its result, or raises Refused with the errno; then nothing has ch
 """
 import errno as E
 
+from . import Refused
+
 PAGE, TOP = 4096, 1 << 64
-
-
-class Refused(Exception):
-    """The errno that a call ends with."""
-
-    def __init__(self, number):
-        super().__init__(E.errorcode[number])
-        self.errno = number
+WRITE = 2
 
 
 class Process:
     def __init__(self, addr, pfns, limit):
         self.addr, self.pfns, self.limit, self.locked = addr, pfns, limit, 0     # limit None: CAP_IPC_LOCK
 
-    def pfn(self, vaddr):
-        """The page behind an address, None."""
+    def pfn(self, vaddr, write):
+        """The page behind an address, None. All may be written here."""
         index = (vaddr - self.addr) // PAGE
         return self.pfns[index] if 0 <= index < len(self.pfns) else None
 
@@ -54,7 +49,7 @@ class Mapping:
         got, before = [], self.charged
         try:
             for at in range(0, self.size, PAGE):
-                pfn = self.process.pfn(self.vaddr + at)
+                pfn = self.process.pfn(self.vaddr + at, self.prot & WRITE)
                 if pfn is None:
                     raise Refused(E.EFAULT)
                 inside = sum(self.iova + at <= iova < self.iova + at + PAGE for iova in self.pins)
@@ -81,13 +76,9 @@ class Container:
     def invalid(self):
         return sum(m.invalid for m in self.maps)
 
-    def gup_pins(self):
-        """Pins by PFN: one for each mapping's page, one for each external pin."""
-        count = {}
-        for m in self.maps:
-            for pfn in m.pages + [pfn for pfn, _ in m.pins.values()]:
-                count[pfn] = count.get(pfn, 0) + 1
-        return count
+    def pins(self):
+        """The frames pinned: one for each mapping's page, one for each external pin."""
+        return [pfn for m in self.maps for pfn in m.pages + [pfn for pfn, _ in m.pins.values()]]
 
     def translation(self, iova):
         m = self.at(iova)
@@ -227,7 +218,7 @@ class Container:
                 if at in m.pins:
                     m.pins[at][1] += 1
                 else:
-                    pfn = m.process.pfn(m.vaddr + at - m.iova)
+                    pfn = m.process.pfn(m.vaddr + at - m.iova, prot & WRITE)
                     if pfn is None:
                         raise Refused(E.EFAULT)
                     if not self.domains:

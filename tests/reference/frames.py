@@ -14,20 +14,14 @@ import contextlib
 import copy
 import errno
 
+from . import Refused
+
 BIAS = 1024
 MANY = 512              # from so many plain references on, those of a small folio and its pins cannot be told apart
 
 
 class BadPage(Exception):
     """The call would break a rule."""
-
-
-class Refused(Exception):
-    """The call is refused with an errno."""
-
-    def __init__(self, number):
-        super().__init__(errno.errorcode[number])
-        self.errno = number
 
 
 class Folio:

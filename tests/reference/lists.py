@@ -4,8 +4,7 @@ A table is a list of chunks, a chunk a list of slots; a slot is None (spare), "l
 """
 
 
-class Refused(Exception):
-    """What the engine must refuse."""
+from . import Refused
 
 
 class Table:
