@@ -70,8 +70,8 @@ coverage: setup
 	$(PY) tests/coverage/run.py $(PYTEST_ARGS)
 
 # The suite's threads under ThreadSanitizer, and the suite under the address and undefined-behaviour sanitizers, each on a
-# build of its own in build/NAME. SANITIZE_ARGS: other tests or words for pytest.
-tsan asan ubsan: setup
+# build of its own in build/NAME (tests of scripts run these on the ordinary one). SANITIZE_ARGS: other tests or words for pytest.
+tsan asan ubsan: build
 	$(PY) tests/sanitize/run.py $@ $(SANITIZE_ARGS)
 
 # Small scenarios under every interleaving of their steps, on a build with step marks in build/races.

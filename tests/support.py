@@ -1,12 +1,19 @@
 """What several test files share: snapshots of a Memory, and refusals that must leave no trace."""
-import threading
 import contextlib
+import os
+import threading
 
 import pytest
 
 from mmcore import BadPage, MMError
 
 ANY_REFUSAL = (MMError, BadPage, TypeError, ValueError, OverflowError)
+
+
+def not_under_asan(why):
+    """Skip a test that needs what AddressSanitizer takes from a process."""
+    return pytest.mark.skipif(os.environ.get("MMCORE_SANITIZER") == "asan", reason=f"under AddressSanitizer {why}")
+
 
 def state(mem):
     """Everything that a failed call must leave as it was: of the counters of events only what they add up to."""

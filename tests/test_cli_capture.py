@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from live_support import CAP_SYS_ADMIN, ROOT, child, linux, made_up_capture, mmcore, or_skip, root, without_capabilities
+from support import not_under_asan
 
 from mmcore import cli, live
 from mmcore.live import colours
@@ -226,6 +227,7 @@ def test_frames_that_a_capture_has_not(files):
     assert "--all" in error("types", files[0], "--frames", status=77)
 
 
+@not_under_asan("a process has more mappings than the map draws")
 def test_map_in_letters(holder, files):
     text = good("map", files[1], "--columns", "64")
     rows = [line for line in text.splitlines() if re.match(r" *(0|[\d.]+ [KMGT]iB) [ .kfsaAH*]+$", line)]

@@ -11,6 +11,7 @@ import pytest
 from live_support import (
     CAP_SYS_ADMIN, CAP_SYS_PTRACE, child, linux, made_up_capture, mmcore, or_skip, root, run, without_capabilities,
 )
+from support import not_under_asan
 
 from mmcore import live
 from mmcore.live import capturefile
@@ -306,6 +307,7 @@ sys.stdin.read()
 """
 
 
+@not_under_asan("a process has no [heap]")
 @linux
 def test_no_content_and_no_names(tmp_path):
     """Neither the file nor what it unpacks to holds what was in memory, nor a name that is not a mapping's."""

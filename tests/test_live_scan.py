@@ -6,6 +6,7 @@ import mmap
 import numpy as np
 import pytest
 from live_support import PAGE, linux, or_skip
+from support import not_under_asan
 
 from mmcore import live
 from mmcore.live import pagemap as pm
@@ -135,6 +136,7 @@ def test_mappings_that_are_not_there(which, error):
         vma.find_vma("self", which)
 
 
+@not_under_asan("a process has no [heap]")
 def test_mappings_by_name_and_line():
     lines = lines_of()
     assert vma.find_vma("self", "stack").path == "[stack]" and vma.find_vma("self", "heap").path == "[heap]"

@@ -13,7 +13,7 @@ import pytest
 
 import mmcore as mmc
 from mmcore import DevicePages, InvalidArgument, Memory, MMError
-from support import refused, unchanged
+from support import not_under_asan, refused, unchanged
 
 MIB = 1 << 20
 
@@ -125,6 +125,7 @@ RESERVATION = """
 """
 
 
+@not_under_asan("any limit of address space is too small")
 def test_refused_reservation_names_the_remedy():
     if sys.platform == "darwin":
         pytest.skip("RLIMIT_AS is not enforced here")

@@ -10,6 +10,7 @@ import pytest
 from gup_support import pins_of as pins_left
 from live_support import PAGE, linux, or_skip, scratch_file
 from oracle_support import HUGE, LAYOUTS, advise, layout, libc, pins_of
+from support import not_under_asan
 
 import mmcore as mmc
 from mmcore import live
@@ -177,6 +178,7 @@ def test_vmsplice_holds_references_and_no_pins():
             engine.mem.check()
 
 
+@not_under_asan("mlock() does nothing")
 def test_mlock_is_no_pin():
     with live.buffer(16 * PAGE) as buf:
         before = live.limits()
