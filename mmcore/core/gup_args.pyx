@@ -1,14 +1,12 @@
 """Arguments and errors of the get and pin families."""
 from libc.errno cimport EFAULT
 from mmcore.core.gup_walk cimport *
-from mmcore.core.space cimport pthread_rwlock_t, pthread_rwlock_unlock, vma_t
+from mmcore.core.pthread cimport pthread_rwlock_tryrdlock, pthread_rwlock_unlock
+from mmcore.core.space cimport vma_t
 from mmcore.core.vma cimport vma_lookup
 
 from .errors import InvalidArgument, MMError
 from .folio import FOLL
-
-cdef extern from "<pthread.h>" nogil:
-    int pthread_rwlock_tryrdlock(pthread_rwlock_t *)
 
 cdef str names(unsigned bits):
     return " | ".join(["FOLL_" + flag.name for flag in FOLL if flag.value & bits]) or hex(bits)

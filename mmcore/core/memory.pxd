@@ -19,15 +19,9 @@ Counters of folios (_refcount, _pincount, map counts) and flags are atomics and 
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, malloc, realloc
+from mmcore.core.buffer cimport *
 from mmcore.core.page cimport *
-
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
-    int pthread_mutex_init(pthread_mutex_t *, const void *)
-    int pthread_mutex_destroy(pthread_mutex_t *)
-    int pthread_mutex_lock(pthread_mutex_t *)
-    int pthread_mutex_unlock(pthread_mutex_t *)
+from mmcore.core.pthread cimport *
 
 cdef enum:
     NR_ORDERS = 14              # 0..13: 13 is the PMD order at 64 KiB pages
@@ -261,12 +255,6 @@ cdef inline uint8_t *page_bytes(mem_t *m, uint64_t pfn) noexcept nogil:
     if mm_likely((a64_load_acquire(&m.map[pfn].flags) >> PG_mm_written) & 1):
         return m.bytes + (pfn << m.page_shift)
     return page_bytes_slow(m, pfn)
-
-# ---- large buffers for lists: warm ones are kept, since filling fresh memory costs more than a walk over the list ---
-cdef void *buffer_alloc(uint64_t size) noexcept nogil
-cdef void buffer_free(void *buffer, uint64_t size) noexcept nogil
-cdef void *reserve(uint64_t size, bint huge) noexcept nogil
-cdef void unreserve(void *at, uint64_t size) noexcept nogil
 
 # ---- the Python face -----------------------------------------------------------------------------------------------
 cdef class Memory:

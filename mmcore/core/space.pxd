@@ -25,15 +25,6 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from mmcore.core.memory cimport *
 from mmcore.core.pgtable cimport pgd_t
 
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_rwlock_t:
-        pass
-    int pthread_rwlock_init(pthread_rwlock_t *, const void *)
-    int pthread_rwlock_destroy(pthread_rwlock_t *)
-    int pthread_rwlock_rdlock(pthread_rwlock_t *)
-    int pthread_rwlock_wrlock(pthread_rwlock_t *)
-    int pthread_rwlock_unlock(pthread_rwlock_t *)
-
 cdef enum:                      # protection and flags, Linux x86-64
     PROT_NONE = 0x0
     PROT_READ = 0x1
