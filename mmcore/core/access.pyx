@@ -1,7 +1,6 @@
 """Bytes through the tables, and pagemap."""
 from libc.string cimport memcpy, memset
 from mmcore.core.fault cimport EHWPOISON, FAULT_FLAG_WRITE, entry_allows, handle_mm_fault
-from mmcore.core.file cimport FAULT_SIGSEGV
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport page_mapcount
 from mmcore.core.touch cimport touch_range

@@ -1,7 +1,7 @@
 """Page faults on base pages and THPs."""
 from libc.errno cimport EAGAIN, ENOMEM
 from mmcore.core.buddy cimport alloc_folio
-from mmcore.core.file cimport FAULT_SIGBUS, file_counts, file_page, file_pages
+from mmcore.core.filemap cimport file_counts, file_page, file_pages
 from mmcore.core.frames cimport give_huge, take_folio, take_huge, take_pages
 from mmcore.core.lock cimport mark_dirty
 from mmcore.core.hugetlb cimport hugetlb_fault

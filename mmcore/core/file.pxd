@@ -1,27 +1,11 @@
-"""Files: what is mapped. Page caches by index, dirty tracking, writeback, truncation, devices.
+"""File: files and devices as Python sees them; reading and writing, writeback, truncation, unplugging.
 
-    kind        pages                                   what is special
-    tmpfs       small, or THPs (shmem_thp)              swap-backed; MADV_PAGEOUT moves its pages to swap
-    ext4        small                                   dirty tracking: shared entries are write-protected while clean
-    hugetlbfs   of its pool                             shared mappings reserve; the index counts huge pages
-    devdax      a generic device's folios               leaves of the device's alignment; shared mappings only
-    fsdax       a device's pages                        no copy in memory; long pins are refused (spec 4.4)
-    secretmem   small                                   shared mappings only; nobody may pin it
-    pfnmap      frames of its own, mapped as raw PFNs   VM_PFNMAP: special entries that count nothing
-    iomem       PFNs that have no struct page           VM_IO | VM_PFNMAP
-
-Laws (under file_t.lock)
-    An entry of the cache is 0, a mark, a swap slot or the PFN of a page whose mapping is id << 2 and whose index is its own.
-    The cache holds one reference on each page that it names: nr_pages of them on a large folio.
+Law (under file_t.lock; filemap.pxd has the others)
     What is truncated is unmapped first, then loses mapping, dirt and the cache's references. Pinned pages live on
     without a file, as in the kernel.
 """
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from mmcore.core.space cimport *
-
-cdef enum:                      # beside negative errno: what a fault ends with
-    FAULT_SIGBUS = -6001        # beyond the end of the file, no page, the device is gone
-    FAULT_SIGSEGV = -6002       # nothing mapped, or not allowed
 
 cdef class File:
     cdef readonly Memory mem
@@ -31,15 +15,4 @@ cdef class File:
 
     cdef file_t *ptr(self) except NULL
 
-# ---- under f.lock -----------------------------------------------------------------------------------------------------
-# The page of an index, made when missing; 0, -ENOMEM, FAULT_SIGBUS.
-cdef int file_page(file_t *f, uint64_t index, bint huge_ok, uint64_t *pfn) noexcept nogil
-cdef uint64_t file_look(const file_t *f, uint64_t index) noexcept nogil                     # the same when it is there; else 0
-cdef bint file_counts(const file_t *f) noexcept nogil       # do its pages have references and map counts?
-cdef uint64_t file_pages(const file_t *f) noexcept nogil    # base pages up to its end
-cdef int file_add_mm(file_t *f, mm_t *mm) noexcept nogil    # takes f.lock; 0, -ENOMEM
-cdef void file_del_mm(file_t *f, mm_t *mm) noexcept nogil
-cdef void file_drop(file_t *f, uint64_t index) noexcept nogil       # one entry out of the cache; nothing maps it any more
-cdef void file_write_page(file_t *f, uint64_t pfn) noexcept nogil   # a dirty page to the disk
-cdef int file_room(file_t *f, uint64_t size) noexcept nogil          # cache and disk for this many bytes; 0, -ENOMEM
 cdef File new_file(Memory mem, uint64_t size, int kind, unsigned order)

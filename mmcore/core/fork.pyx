@@ -1,7 +1,7 @@
 """Copying address spaces."""
 from libc.errno cimport EAGAIN, ENOMEM
 from mmcore.core.fault cimport anon_flags, anon_page_init, copy_page_bytes, vma_entry_bits
-from mmcore.core.file cimport file_add_mm
+from mmcore.core.filemap cimport file_add_mm
 from mmcore.core.frames cimport give_pages, take_pages
 from mmcore.core.hugetlb cimport hugetlb_copy
 from mmcore.core.pgtable cimport *

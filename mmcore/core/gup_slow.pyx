@@ -1,7 +1,7 @@
 """The walk under mmap_lock."""
 from libc.errno cimport EEXIST, EFAULT, EINTR, EOPNOTSUPP
 from mmcore.core.fault cimport EHWPOISON, FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, handle_mm_fault
-from mmcore.core.file cimport FAULT_SIGSEGV, file_look
+from mmcore.core.filemap cimport file_look
 from mmcore.core.gup_walk cimport *
 from mmcore.core.lock cimport mark_dirty
 from mmcore.core.pgtable cimport *

@@ -2,7 +2,7 @@
 from mmcore.core.buddy cimport alloc_hugetlb_reserved, reserve_hugetlb
 from mmcore.core.fault cimport (FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, copy_page_bytes, is_numa_hint, note_anon, vma_entry_bits,
                                 written_bits)
-from mmcore.core.file cimport FAULT_SIGBUS, file_page
+from mmcore.core.filemap cimport file_page
 from mmcore.core.lock cimport mark_dirty
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *

@@ -3,7 +3,6 @@ from libc.errno cimport EFAULT, EINVAL, ENOMEM
 from mmcore.core.access cimport page_at_addr, touch_pages
 from mmcore.core.buddy cimport reserve_hugetlb
 from mmcore.core.collapse cimport collapse_range
-from mmcore.core.file cimport FAULT_SIGBUS, FAULT_SIGSEGV
 from mmcore.core.folio cimport ref_add_positive
 from mmcore.core.hugetlb cimport hugetlb_missing
 from mmcore.core.pgtable cimport *

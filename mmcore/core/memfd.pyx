@@ -8,7 +8,8 @@ Kernel: memfd_pin_folios().
 from libc.errno cimport EAGAIN, EINTR, EINVAL, ENOMEM
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free
-from mmcore.core.file cimport FAULT_SIGBUS, File, file_page
+from mmcore.core.file cimport File
+from mmcore.core.filemap cimport file_page
 from mmcore.core.folio cimport *
 from mmcore.core.gup_walk cimport WHY_MIGRATE
 from mmcore.core.hook cimport pin_watchers, pins_add, pins_begin, pins_t, pins_tell

@@ -12,7 +12,7 @@ from libc.stdlib cimport free
 cimport cython
 from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, touch_pages
 from mmcore.core.fork cimport dup_mmap
-from mmcore.core.file cimport FAULT_SIGBUS, FAULT_SIGSEGV, file_pages
+from mmcore.core.filemap cimport file_pages
 from mmcore.core.fault cimport EHWPOISON
 from mmcore.core.folio cimport count_arg
 from mmcore.core.madvise cimport do_clear_refs, do_madvise

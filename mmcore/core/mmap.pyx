@@ -3,7 +3,8 @@ from libc.errno cimport EEXIST, EINVAL, ENOMEM
 from libc.stdint cimport uint64_t
 from mmcore.core.access cimport access_stop, touch_pages
 from mmcore.core.buddy cimport pool_of, reserve_hugetlb
-from mmcore.core.file cimport File, file_del_mm, file_look, file_pages, new_file
+from mmcore.core.file cimport File, new_file
+from mmcore.core.filemap cimport file_del_mm, file_look, file_pages
 from mmcore.core.folio cimport count_arg
 from mmcore.core.hugetlb cimport hugetlb_reserve_file
 from mmcore.core.mm cimport MM, check_mlock

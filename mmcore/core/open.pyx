@@ -2,7 +2,8 @@
 from libc.errno cimport ENOMEM
 from libc.stdint cimport uint64_t
 from mmcore.core.buddy cimport alloc_frames
-from mmcore.core.file cimport File, file_room
+from mmcore.core.file cimport File
+from mmcore.core.filemap cimport file_room
 from mmcore.core.pgtable cimport *
 from mmcore.core.space cimport *
 

@@ -8,7 +8,7 @@ Kernel: shrink_folio_list(), try_to_unmap().
 from libc.errno cimport EAGAIN, EBUSY, ENOMEM
 from mmcore.core.buddy cimport free_folio
 from mmcore.core.fault cimport vma_entry_bits
-from mmcore.core.file cimport file_write_page
+from mmcore.core.filemap cimport file_write_page
 from mmcore.core.folio cimport folio_arg, ref_add_unless_zero, split
 from mmcore.core.lock cimport clear_dirty, mark_dirty, trylock, unlock
 from mmcore.core.pgtable cimport *

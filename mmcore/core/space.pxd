@@ -132,6 +132,10 @@ cdef extern from *:
     """
     const uint64_t CACHE_SWAP "MM_CACHE_SWAP"
 
+cdef enum:                      # beside negative errno: what a fault or an access ends with
+    FAULT_SIGBUS = -6001        # beyond the end of the file, no page, the device is gone
+    FAULT_SIGSEGV = -6002       # nothing mapped, or not allowed
+
 cdef struct mm_t
 
 cdef struct file_t:             # what is mapped

@@ -2,7 +2,7 @@
 from libc.errno cimport EINVAL, ENOMEM
 from libc.string cimport memmove
 from mmcore.core.buddy cimport reserve_hugetlb
-from mmcore.core.file cimport file_add_mm, file_del_mm
+from mmcore.core.filemap cimport file_add_mm, file_del_mm
 from mmcore.core.hugetlb cimport hugetlb_missing
 from mmcore.core.pgtable cimport *
 from mmcore.core.zap cimport split_at, zap_begin, zap_end, zap_range, zap_t
