@@ -26,7 +26,7 @@ from .core.memfd import *
 from .core.memfd import __all__ as _memfd
 from .core.migrate import *
 from .core.migrate import __all__ as _migrate
-from .core.mm import MM, VM, VMA
+from .core.mm import MM, VMA
 from .core.output import *
 from .core.output import __all__ as _output
 from .core.page import FOLIO_DTYPE, PAGE_DTYPE, PageFlags, PageType
@@ -70,7 +70,7 @@ from .ledger import PinLedger
 
 __version__ = "0.1.0"
 __all__ = ["BadPage", "DevicePages", "DeviceRegion", "FOLIO_DTYPE", "File", "Folio", "InvalidArgument", "MM", "MMError",
-           "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "PinLedger", "VM", "VMA", "Zone", "dump_page",
+           "Memory", "PAGE_DTYPE", "Page", "PageFlags", "PageType", "PinLedger", "VMA", "Zone", "dump_page",
            "folio_address", "get_include", "page_address", "reclaim", *_bio, *_buddy, *_dma, *_folio, *_gup, *_hmm, *_ibaccess,
            *_iommu, *_iouring, *_iov, *_lock, *_look, *_memfd, *_migrate, *_mr, *_output, *_pagelist, *_scatterlist,
            *_sgalloc, *_sgcopy, *_sgdraw, *_sgiter, *_sgsplit, *_space, *_umem, *_umem_blocks, *_unpin, *_vfio]

@@ -15,7 +15,7 @@ from .core.look import *
 from .core.memory import Folio as Folio, Memory as Memory, Page as Page, Zone as Zone
 from .core.memfd import *
 from .core.migrate import *
-from .core.mm import MM as MM, VM as VM, VMA as VMA
+from .core.mm import MM as MM, VMA as VMA
 from .core.output import *
 from .core.page import FOLIO_DTYPE as FOLIO_DTYPE, PAGE_DTYPE as PAGE_DTYPE, PageFlags as PageFlags, PageType as PageType
 from .core.pagelist import *

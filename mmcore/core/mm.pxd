@@ -20,5 +20,4 @@ cdef class MM:
     cdef void leave(self) noexcept
 
 cdef MM new_mm(Memory mem)
-cdef object access_error(MM self, int error, uint64_t addr, bint write, str call)   # words for -ENOMEM, FAULT_*
-cdef int check_mlock(MM self, uint64_t flags, uint64_t pages) except -1             # MAP_LOCKED against RLIMIT_MEMLOCK
+cdef int check_mlock(MM self, uint64_t flags, uint64_t pages) except -1     # MAP_LOCKED against RLIMIT_MEMLOCK

@@ -1,4 +1,3 @@
-import enum
 from typing import NamedTuple
 
 import numpy as np
@@ -7,6 +6,7 @@ from typing_extensions import Buffer, Self, disjoint_base
 
 from .file import File
 from .memory import Memory, Page, _Size
+from .space import VM as VM
 
 class VMA(NamedTuple):
     start: int
@@ -64,25 +64,3 @@ class MM:
     def user(self) -> str: ...
     @property
     def name(self) -> str: ...
-
-class VM(enum.IntFlag):
-    READ = 0x1
-    WRITE = 0x2
-    EXEC = 0x4
-    SHARED = 0x8
-    MAYREAD = 0x10
-    MAYWRITE = 0x20
-    MAYEXEC = 0x40
-    MAYSHARE = 0x80
-    PFNMAP = 0x400
-    LOCKED = 0x2000
-    IO = 0x4000
-    DONTCOPY = 0x20000
-    DONTEXPAND = 0x40000
-    NORESERVE = 0x200000
-    HUGETLB = 0x400000
-    SOFTDIRTY = 0x8000000
-    MIXEDMAP = 0x10000000
-    HUGEPAGE = 0x20000000
-    NOHUGEPAGE = 0x40000000
-    HUGE_RESV = 0x100000000000

@@ -12,16 +12,15 @@ from libc.stdlib cimport free
 cimport cython
 from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, touch_pages
 from mmcore.core.fork cimport dup_mmap
-from mmcore.core.filemap cimport file_pages
 from mmcore.core.fault cimport EHWPOISON
 from mmcore.core.folio cimport count_arg
 from mmcore.core.madvise cimport do_clear_refs, do_madvise
+from mmcore.core.mm_args cimport access_error, no_frames, range_arg, shape_error
 from mmcore.core.mremap cimport do_mremap
 from mmcore.core.pgtable cimport *
 from mmcore.core.remap cimport split_mapped
-from mmcore.core.vma cimport do_mprotect, do_munmap, exit_mmap, range_hole, vma_find, vma_granule, vma_lookup
+from mmcore.core.vma cimport do_mprotect, do_munmap, exit_mmap, range_hole, vma_lookup
 
-import enum
 import errno as _errno
 import itertools
 from collections import namedtuple
@@ -29,39 +28,14 @@ from collections import namedtuple
 import numpy as np
 
 from .errors import InvalidArgument, MMError
-from .size import format_size, parse_size
-from .space import MADV
+from .size import parse_size
+from .space import MADV, VM
 
-__all__ = ["MM", "VM", "VMA"]
+__all__ = ["MM", "VMA"]
 
 cdef dict _MODES = {"never": THP_NEVER, "madvise": THP_MADVISE, "always": THP_ALWAYS}
 _numbers = itertools.count(1)
 _ADVICE = {value: str(value.name) for value in MADV}
-
-
-class VM(enum.IntFlag):
-    """Name the vm_flags of a VMA."""
-    READ = VM_READ
-    WRITE = VM_WRITE
-    EXEC = VM_EXEC
-    SHARED = VM_SHARED
-    MAYREAD = VM_MAYREAD
-    MAYWRITE = VM_MAYWRITE
-    MAYEXEC = VM_MAYEXEC
-    MAYSHARE = VM_MAYSHARE
-    PFNMAP = VM_PFNMAP
-    LOCKED = VM_LOCKED
-    IO = VM_IO
-    DONTCOPY = VM_DONTCOPY
-    DONTEXPAND = VM_DONTEXPAND
-    NORESERVE = VM_NORESERVE
-    HUGETLB = VM_HUGETLB
-    SOFTDIRTY = VM_SOFTDIRTY
-    MIXEDMAP = VM_MIXEDMAP
-    HUGEPAGE = VM_HUGEPAGE
-    NOHUGEPAGE = VM_NOHUGEPAGE
-    HUGE_RESV = VM_HUGE_RESV
-
 
 VMA = namedtuple("VMA", "start end flags file offset")
 VMA.__doc__ = """One mapping as it was when looked at: addresses [start, end), flags (VM), the File or None, offset in it."""
@@ -116,46 +90,6 @@ cdef int mm_setup(MM self, Memory mem) except -1:
     mm.exited = False
     mm_register(mm)
     return 0
-
-cdef object no_frames(Memory mem, str what):
-    total = sum([zone.free for zone in mem.zones])
-    return MMError(_errno.ENOMEM, f"no frame for {what}: {total} pages are free, blocks by order {mem.buddyinfo()}. Free some, "
-                                  "or make a larger Memory")
-
-cdef object access_error(MM self, int error, uint64_t addr, bint write, str call):
-    cdef vma_t *v = vma_lookup(self.mm, addr)
-    what = f"{call}: {'write to' if write else 'read of'} {addr:#x}"
-    if error == -ENOMEM:
-        refusal = no_frames(self.mem, f"{addr:#x}")
-        return MMError(_errno.ENOMEM, f"{what}: {refusal.strerror.partition(': ')[2]}", addr=addr)
-    if error == FAULT_SIGSEGV:
-        if v == NULL:
-            i = vma_find(self.mm, addr)
-            next_one = f"; the next mapping starts at {self.mm.vma[i].start:#x}" if i < self.mm.nr_vmas else ""
-            return MMError(_errno.EFAULT, f"{what}: nothing is mapped there{next_one} (SIGSEGV)", addr=addr)
-        return MMError(_errno.EFAULT, f"{what}: the mapping {v.start:#x}-{v.end:#x} does not allow it (its protection is "
-                                      f"{VM(v.flags & 7)!r}): mprotect() it first (SIGSEGV)", addr=addr)
-    if error == FAULT_SIGBUS:
-        return MMError(_errno.EFAULT, f"{what}: {sigbus_reason(self, addr)} (SIGBUS)", addr=addr)
-    if error == -EHWPOISON:
-        return MMError(_errno.EFAULT, f"{what}: the page there is broken (hwpoison; SIGBUS); munmap() it, or map something else "
-                                      "in its place", addr=addr)
-    return MMError(-error, what, addr=addr)
-
-cdef object sigbus_reason(MM self, uint64_t addr):
-    cdef vma_t *v = vma_lookup(self.mm, addr)
-    cdef uint64_t offset
-    if v == NULL:
-        return "nothing is mapped there"
-    if v.file == NULL or (v.file.kind == FILE_HUGETLBFS and page_index(self.mm, v, addr) < file_pages(v.file)):
-        return (f"the pool of {format_size((ONE << self.mm.m.page_shift) << v.order)} pages is empty: release some, or make "
-                "the Memory with a larger one")
-    if v.file.gone:
-        return "the device behind the mapping was removed"
-    offset = page_index(self.mm, v, addr) << self.mm.m.page_shift
-    return (f"offset {offset:#x} is beyond the end of the {self.files[v.file.id].kind} file "
-            f"({v.file.size:#x} bytes): it was truncated, or never as long")
-
 
 @cython.no_gc_clear
 cdef class MM:
@@ -257,7 +191,7 @@ cdef class MM:
         cdef uint64_t start, end
         cdef int error
         cdef mm_t *mm = self.ptr()
-        range_arg(self, addr, length, "munmap()", &start, &end)
+        range_arg(self.ptr(), addr, length, "munmap()", &start, &end)
         if end == start:
             raise InvalidArgument("munmap() of length 0", addr=start)
         self.mem.enter()
@@ -267,7 +201,7 @@ cdef class MM:
             pthread_rwlock_unlock(&mm.mmap_lock)
         self.mem.leave()
         if error:
-            raise shape_error(self, error, "munmap()", start, end)
+            raise shape_error(mm, error, "munmap()", start, end)
 
     def mprotect(self, addr, length, prot):
         """Change the protection of a range.
@@ -281,7 +215,7 @@ cdef class MM:
         if count_arg(addr, "addr", 0, ~<uint64_t>0) + parse_size(length, "length") > task_size(&mm.pgd):
             raise MMError(_errno.ENOMEM, f"mprotect(): the range from {addr:#x} on leaves the address space "
                                          f"({task_size(&mm.pgd):#x})", addr=addr)
-        range_arg(self, addr, length, "mprotect()", &start, &end)
+        range_arg(self.ptr(), addr, length, "mprotect()", &start, &end)
         if start == end:
             return
         self.mem.enter()
@@ -291,7 +225,7 @@ cdef class MM:
             pthread_rwlock_unlock(&mm.mmap_lock)
         self.mem.leave()
         if error:
-            raise shape_error(self, error, "mprotect()", start, end)
+            raise shape_error(mm, error, "mprotect()", start, end)
 
     def mremap(self, old, old_len, new_len, new_addr=None):
         """Resize a mapping, and move it when it cannot grow where it is.
@@ -306,8 +240,8 @@ cdef class MM:
         cdef uint64_t start, end, wanted_end, to = 0, new_size
         cdef bint fixed = new_addr is not None
         cdef int error
-        range_arg(self, old, old_len, "mremap()", &start, &end)
-        range_arg(self, new_addr if fixed else 0, new_len, "mremap()", &to, &wanted_end)
+        range_arg(self.ptr(), old, old_len, "mremap()", &start, &end)
+        range_arg(self.ptr(), new_addr if fixed else 0, new_len, "mremap()", &to, &wanted_end)
         new_size = wanted_end - to
         if new_size == 0 or end == start:
             raise InvalidArgument("mremap() of or to length 0", addr=start)
@@ -346,7 +280,7 @@ cdef class MM:
         cdef mm_t *mm = self.ptr()
         cdef uint64_t start, end, at = 0
         cdef int error, what
-        range_arg(self, addr, length, "madvise()", &start, &end)
+        range_arg(self.ptr(), addr, length, "madvise()", &start, &end)
         if advice not in _ADVICE:
             raise InvalidArgument(f"advice {advice!r} is none that is known: {', '.join(_ADVICE.values())}", addr=start)
         what = advice
@@ -371,7 +305,7 @@ cdef class MM:
             raise MMError(_errno.EAGAIN, f"madvise({name}) at {at:#x}: a page is pinned, or somebody else holds a reference",
                           addr=at)
         if error == -EFAULT:
-            raise access_error(self, FAULT_SIGBUS, at, what == MADV_POPULATE_WRITE, f"madvise({name})")
+            raise access_error(self.mem, mm, FAULT_SIGBUS, at, what == MADV_POPULATE_WRITE, f"madvise({name})")
         if error == -EHWPOISON:
             raise MMError(EHWPOISON, f"madvise({name}) at {at:#x}: the page there is broken (hwpoison)", addr=at)
         if error:
@@ -467,7 +401,7 @@ cdef class MM:
             pthread_rwlock_unlock(&mm.mmap_lock)
         self.mem.leave()
         if error:
-            raise access_error(self, error, start, for_write, "touch()")
+            raise access_error(self.mem, mm, error, start, for_write, "touch()")
         return faults
 
     # -- looking ---------------------------------------------------------------------------------------------------------------
@@ -584,37 +518,6 @@ cdef object snapshot(MM self, const vma_t *v):
     file = self.files[v.file.id] if v.file != NULL else None
     return VMA(v.start, v.end, VM(v.flags), file, v.pgoff << self.mm.m.page_shift if file is not None else 0)
 
-cdef int range_arg(MM self, object addr, object length, str call, uint64_t *start, uint64_t *end) except -1:
-    """An aligned address and a length rounded up to pages, within the address space."""
-    cdef mm_t *mm = self.ptr()
-    cdef uint64_t page = ONE << mm.m.page_shift
-    start[0] = count_arg(addr, "addr", 0, ~<uint64_t>0)
-    size = parse_size(length, "length")
-    if start[0] & (page - 1):
-        raise InvalidArgument(f"{call} at {start[0]:#x}, which is no multiple of the page size ({page:#x})", addr=start[0])
-    if size > task_size(&mm.pgd) or start[0] > task_size(&mm.pgd) - (<uint64_t>size + page - 1 & ~(page - 1)):
-        raise InvalidArgument(f"{call}: {size:#x} bytes from {start[0]:#x} on leave the address space, which ends at "
-                              f"{task_size(&mm.pgd):#x}", addr=start[0])
-    end[0] = start[0] + (<uint64_t>size + page - 1 & ~(page - 1))
-    return 0
-
-cdef object shape_error(MM self, int error, str call, uint64_t start, uint64_t end):
-    cdef mm_t *mm = self.mm
-    cdef uint64_t hole = range_hole(mm, start, end)
-    cdef vma_t *v
-    if error == -EINVAL:
-        v = vma_lookup(mm, start)
-        if v == NULL or start & (vma_granule(mm, v) - 1) == 0:
-            v = vma_lookup(mm, end - 1)
-        size = f" of {vma_granule(mm, v):#x} bytes" if v != NULL else ""
-        return InvalidArgument(f"{call}: {start:#x}-{end:#x} cuts a huge page{size} that cannot be split", addr=start)
-    if error == -ENOMEM and hole < end and call != "munmap()":
-        return MMError(_errno.ENOMEM, f"{call}: nothing is mapped at {hole:#x}. Nothing was changed", addr=hole)
-    if error == -ENOMEM:
-        return MMError(_errno.ENOMEM, f"{call}: no frame for the page table that splitting a huge page takes, or more than "
-                                      f"{MAX_MAP_COUNT} mappings", addr=start)
-    return MMError(-error, f"{call} of {start:#x}-{end:#x}", addr=start)
-
 cdef int user_copy(MM self, object addr, object data, bint write) except -1:
     cdef mm_t *mm = self.ptr()
     cdef uint64_t at = count_arg(addr, "addr", 0, ~<uint64_t>0), n = len(data), stop = 0
@@ -638,7 +541,7 @@ cdef int user_copy(MM self, object addr, object data, bint write) except -1:
         pthread_rwlock_unlock(&mm.mmap_lock)
     self.mem.leave()
     if error:
-        raise access_error(self, error, at, write, call)
+        raise access_error(self.mem, mm, error, at, write, call)
     return 0
 
 cdef int check_mlock(MM self, uint64_t flags, uint64_t pages) except -1:

@@ -1,16 +1,16 @@
 """The registry of address spaces, families, files and swap in one Memory; the constants under their kernel names.
 
-Units: bits of unsigned int, with the values of x86-64.
+Units: bits of unsigned int, of VM unsigned long, with the values of x86-64.
 Raises: nothing but what enums raise.
 Threads: plain values.
-Kernel: mman.h, mman-common.h.
+Kernel: mman.h, mman-common.h; VM: mm.h.
 """
 from libc.errno cimport ENOMEM
 from libc.stdlib cimport free, realloc
 
 import enum
 
-__all__ = ["PROT", "MAP", "MADV"]
+__all__ = ["PROT", "MAP", "MADV", "VM"]
 
 
 class PROT(enum.IntFlag):
@@ -60,6 +60,30 @@ class MADV(enum.IntEnum):
     POPULATE_READ = MADV_POPULATE_READ
     POPULATE_WRITE = MADV_POPULATE_WRITE
     COLLAPSE = MADV_COLLAPSE
+
+
+class VM(enum.IntFlag):
+    """Name the vm_flags of a VMA."""
+    READ = VM_READ
+    WRITE = VM_WRITE
+    EXEC = VM_EXEC
+    SHARED = VM_SHARED
+    MAYREAD = VM_MAYREAD
+    MAYWRITE = VM_MAYWRITE
+    MAYEXEC = VM_MAYEXEC
+    MAYSHARE = VM_MAYSHARE
+    PFNMAP = VM_PFNMAP
+    LOCKED = VM_LOCKED
+    IO = VM_IO
+    DONTCOPY = VM_DONTCOPY
+    DONTEXPAND = VM_DONTEXPAND
+    NORESERVE = VM_NORESERVE
+    HUGETLB = VM_HUGETLB
+    SOFTDIRTY = VM_SOFTDIRTY
+    MIXEDMAP = VM_MIXEDMAP
+    HUGEPAGE = VM_HUGEPAGE
+    NOHUGEPAGE = VM_NOHUGEPAGE
+    HUGE_RESV = VM_HUGE_RESV
 
 
 for _names in (PROT, MAP, MADV):
