@@ -315,6 +315,9 @@ class Machine(RuleBasedStateMachine):
                 assert at is not None and at.pfn == hold.pfn, "a pinned page stays where it is mapped"
         self.mem.check()
 
+    def over(self):
+        """Give back what has nothing to do with address spaces."""
+
     def teardown(self):
         if not hasattr(self, "spaces"):
             return
@@ -328,6 +331,7 @@ class Machine(RuleBasedStateMachine):
         mmc.unpin_user_pages(mmc.PageList(self.mem, [hold.pfn for hold in self.pins]))
         for mm, space in self.spaces:
             mm.exit()
+        self.over()
         self.mem.check()
         stat = self.mem.vmstat()
         assert stat["nr_foll_pin_acquired"] == stat["nr_foll_pin_released"]

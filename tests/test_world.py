@@ -15,9 +15,11 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 import mmcore as mmc
 from mmcore import MM, MMError
+from mmcore.drivers.bio import Bio, bio_release_pages
 from mmcore.drivers.iobuffer import user_locked_vm
+from mmcore.drivers.iov import ITER_DEST, iov_iter_extract_bvecs, iov_iter_ubuf
 from reference import Refused, regions, vfio
-from reference.spaces import READ, WRITE
+from reference.spaces import READ, WRITE, Share
 from reference.world import Process, World
 from test_gup_state import GETS, PINS, FLAGS, SLOW_FLAGS, PinMachine
 from test_mm_state import ARENA, MOST_MMS, PAGE, PAGES, PFN, PMD, PRESENT, Hold, lengths, starts, window
@@ -25,6 +27,7 @@ from vfio_support import GENERATIONS, UNMAP_VADDR, translations
 
 LIMIT = 400                 # pages: what a process without CAP_IPC_LOCK may lock
 MOST_HOLDERS = 4
+FILE = 600                  # pages of a file at first
 ACCESS = (mmc.IB_ACCESS_LOCAL_WRITE, mmc.IB_ACCESS_LOCAL_WRITE | mmc.IB_ACCESS_REMOTE_WRITE, mmc.IB_ACCESS_REMOTE_READ, 0)
 OFFSETS = (0, 0, 1, 0x800)
 IOVAS = tuple(i * PMD * PAGE for i in range(4)) + (7 * PAGE, (1 << 40) - PAGE)
@@ -55,6 +58,7 @@ class WorldMachine(PinMachine):
         self.world.holders.append(self.p)
         self.c.attach(mmc.IOMMUDomain(self.mem))
         self.p.attach()
+        self.files = [(mmc.File(self.mem, FILE * PAGE), Share(FILE)) for _ in range(2)]
         self.outcomes = set()       # (call, errno or 0)
         self.mmap(which=0, start=0, length=PAGES, prot=READ | WRITE, shared=False)
 
@@ -139,6 +143,41 @@ class WorldMachine(PinMachine):
         mm, _ = self.spaces[which % len(self.spaces)]
         PinMachine.exit(self, which=which)
         self.process[mm].alive = False
+
+    # -- files --------------------------------------------------------------------------------------------------------------
+    @rule(which=which, start=starts, length=lengths, file=st.integers(0, 1), first=st.integers(0, FILE))
+    def mmap_file(self, which, start, length, file, first):
+        mm, space = self.pick(which, f"mmap {start}+{length} file{file} from {first}")
+        pages = window(start, length)
+        self.detach(mm, pages)
+        mm.mmap(len(pages) * PAGE, READ | WRITE, mmc.MAP_SHARED | mmc.MAP_FIXED, self.files[file][0], first * PAGE, addr=pages.start * PAGE)
+        space.mmap(pages, READ | WRITE, self.files[file][1], -1 - file, first)
+
+    @rule(which=st.integers(0, 1), index=st.integers(0, FILE))
+    def file_write(self, which, index):
+        file, share = self.files[which % 2]
+        if index < share.size:
+            self.timeline.event(f"file{which % 2}", f"write {index}")
+            self.token += 1
+            file.write(index * PAGE, struct.pack("<Q", self.token))
+            share[index] = self.token
+
+    @rule(which=st.integers(0, 1), index=st.integers(0, FILE))
+    def file_read(self, which, index):
+        file, share = self.files[which % 2]
+        if index < share.size:
+            assert struct.unpack("<Q", file.read(index * PAGE, 8))[0] == share.get(index, 0)
+
+    @rule(which=st.integers(0, 1), size=st.integers(0, FILE))
+    def truncate(self, which, size):
+        """What is pinned keeps its bytes, and is no longer the file's."""
+        file, share = self.files[which % 2]
+        self.timeline.event(f"file{which % 2}", f"truncate {size}")
+        for hold in self.holds():
+            if isinstance(hold.token, tuple) and hold.token[0] is share and hold.token[1] >= size:
+                hold.token, hold.page = hold.content(), None
+        file.truncate(size * PAGE)
+        share.truncate(size)
 
     # -- RDMA ---------------------------------------------------------------------------------------------------------------
     @rule(which=which, start=starts, length=lengths, offset=offsets, cut=offsets, access=st.sampled_from(ACCESS),
@@ -328,17 +367,48 @@ class WorldMachine(PinMachine):
     def device_write(self, which):
         holds = [hold for hold in self.holds() if hold.writable]
         pfn = holds[which % len(holds)].pfn
-        self.token += 1
         self.timeline.event("device", f"writes PFN {pfn:#x}")
+        self.dma(pfn)
+
+    def dma(self, pfn):
+        """A device writes to a frame: whoever holds it sees that, and the processes that map it there."""
+        self.token += 1
         mmc.page_address(self.mem.page(pfn))[:8] = struct.pack("<Q", self.token)
         for hold in self.holds():
-            if hold.pfn == pfn:
-                if isinstance(hold.token, tuple):
-                    hold.token[0][hold.token[1]] = self.token
-                else:
-                    hold.token = self.token
-                    if hold.page is not None:
-                        self.process[hold.mm].space.content[hold.page] = self.token
+            if hold.pfn == pfn and isinstance(hold.token, tuple):
+                hold.token[0][hold.token[1]] = self.token
+            elif hold.pfn == pfn:
+                hold.token = self.token
+                if hold.page is not None:
+                    self.process[hold.mm].space.content[hold.page] = self.token
+
+    @rule(which=which, start=starts, length=lengths, most=st.sampled_from((1, 3, 600)))
+    def direct_read(self, which, start, length, most):
+        """read() with O_DIRECT: short pins, the device writes, and all is given back dirty."""
+        mm, space = self.pick(which, f"read(O_DIRECT) {start}+{length}")
+        pages = window(start, length)
+        wanted = 0
+        while wanted < len(pages) and self.allowed(space, pages[wanted], True):
+            wanted += 1
+        bio, it, frames = Bio(self.mem), iov_iter_ubuf(ITER_DEST, pages.start * PAGE, len(pages) * PAGE), []
+        try:
+            while it.count:
+                _, bvecs = iov_iter_extract_bvecs(it, it.count, most, mem=self.mem, pin=lambda *what: mmc.pin_user_pages_fast(mm, *what))
+                for page, offset, size in bvecs:
+                    bio.add_page(page, size, offset)
+                    frames += range(page.pfn, page.pfn + size // PAGE)
+        except MMError as refusal:
+            assert refusal.errno == errno.EFAULT
+        assert len(frames) == wanted
+        for page, pfn in zip(pages, frames):
+            space.touch(range(page, page + 1), True)
+            self.dma(pfn)
+            if space.area[page].share is None:
+                space.content[page] = self.token
+            else:
+                space.area[page].share[space.area[page].offset] = self.token
+        bio_release_pages(bio, True)
+        assert all(self.mem.page(pfn).folio.dirty for pfn in frames)
 
     # -- after every step ---------------------------------------------------------------------------------------------------
     def folios(self):
@@ -384,6 +454,10 @@ class WorldMachine(PinMachine):
             if m.mapped:
                 assert translations(self.c, m.iova, m.size) == m.pages
 
+    def over(self):
+        for file, _ in self.files:
+            file.truncate(0)
+
     def teardown(self):
         if not hasattr(self, "world"):
             return
@@ -419,7 +493,8 @@ class WorldMthpMachine(WorldMachine):
 # Hypothesis draws short histories and shrinks what fails; the same seed draws the same long one.
 LONG = os.environ.get("MMCORE_TEST_PROFILE") == "long"
 STEPS = {"reg": 8, "dereg": 5, "rdma_read": 4, "ring": 4, "buffers_register": 8, "buffers_update": 8, "buffers_unregister": 3,
-         "buffers_clone": 4, "dma_map": 8, "dma_unmap": 5, "attach": 1, "detach_domain": 1, "device_write": 6,
+         "buffers_clone": 4, "dma_map": 8, "dma_unmap": 5, "attach": 1, "detach_domain": 1, "device_write": 6, "direct_read": 3,
+         "mmap_file": 2, "file_write": 2, "file_read": 1, "truncate": 1,
          "gup": 3, "gup_slow": 2, "touch": 4, "write": 6, "read": 3, "madvise": 4, "mremap": 1, "fork": 3, "exit": 2, "munmap": 1,
          "mmap": 4, "mprotect": 2, "collapse": 1, "split": 2, "unpin": 4, "pin": 1}
 
@@ -458,6 +533,10 @@ def history(machine, seed, steps):
         "madvise": lambda: stretch() | dict(advice=draw.choice(("DONTNEED", "PAGEOUT", "HUGEPAGE", "NOHUGEPAGE", "DONTFORK"))),
         "mremap": lambda: stretch() | dict(to=start(), new_length=length()),
         "munmap": stretch, "mprotect": lambda: stretch() | dict(prot=draw.choice((0, READ, READ | WRITE, READ | WRITE))),
+        "mmap_file": lambda: stretch() | dict(file=draw.randrange(2), first=draw.randrange(FILE)),
+        "file_write": lambda: dict(index=draw.randrange(FILE)), "file_read": lambda: dict(index=draw.randrange(FILE)),
+        "truncate": lambda: dict(size=draw.choice((draw.randrange(FILE), FILE))),
+        "direct_read": lambda: stretch() | dict(most=draw.choice((1, 3, 600))),
         "mmap": lambda: stretch() | dict(prot=READ | WRITE, shared=draw.random() < .3),
         "collapse": lambda: dict(leaf=draw.randrange(3)), "split": lambda: place() | dict(order=draw.randrange(4))}
     possible = {"fork": lambda: len(machine.spaces) < MOST_MMS, "exit": lambda: len(machine.spaces) > 1,

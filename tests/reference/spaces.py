@@ -24,6 +24,11 @@ class Share(dict):
         super().__init__()
         self.size = size
 
+    def truncate(self, size):
+        self.size = size
+        for index in [index for index in self if index >= size]:
+            del self[index]
+
 
 @dataclass(frozen=True)
 class Area:
@@ -78,10 +83,11 @@ class Space:
         self.populated.discard(page)
         self.touched.discard(page)
 
-    def mmap(self, pages, prot, share=None, share_id=0):
+    def mmap(self, pages, prot, share=None, share_id=0, first=0):
+        """first: the index in what is shared of the first page."""
         self.drop(pages)
         for page in pages:
-            self.area[page] = Area(prot, share, share_id, page if share is None else page - pages.start)
+            self.area[page] = Area(prot, share, share_id, page if share is None else first + page - pages.start)
 
     def munmap(self, pages):
         self.drop(pages)
