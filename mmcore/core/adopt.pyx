@@ -147,15 +147,18 @@ def adopt(MM self not None, addr, pfns, leaves, exclusive, anon=None):
             self.mem.check_pfn(numbers[i])
     self.mem.enter()
     with nogil:
-        pthread_rwlock_wrlock(&mm.mmap_lock)
-        for i in range(n):
-            if numbers[i]:
-                result = adopt_one(mm, at + i * page, numbers[i], leaf[i], alone[i], own[i])
-                if result < 0:
-                    break
-                made += <uint64_t>result
-        pthread_rwlock_unlock(&mm.mmap_lock)
+        result = mmap_write_lock(mm)
+        if result == 0:
+            for i in range(n):
+                if numbers[i]:
+                    result = adopt_one(mm, at + i * page, numbers[i], leaf[i], alone[i], own[i])
+                    if result < 0:
+                        break
+                    made += <uint64_t>result
+            mmap_unlock(mm)
     self.mem.leave()
+    if result == -ESRCH:
+        self.ptr()
     if result < 0:
         raise MMError(-result, f"page {i} of the list (PFN {numbers[i]:#x}) cannot be mapped at {at + i * page:#x}: nothing is "
                                "mapped there, the page is free, a page table, or of another kind than the mapping",

@@ -211,16 +211,17 @@ cdef int do_madvise(mm_t *mm, uint64_t start, uint64_t end, int advice, uint64_t
     at[0] = start
     if advice == MADV_DONTNEED:
         # Promises of hugetlb VMAs change with their pages: not beside other faults.
-        pthread_rwlock_rdlock(&mm.mmap_lock)
+        error = mmap_read_lock(mm)
+        if error:
+            return error
         i = vma_find(mm, start)
         while i < mm.nr_vmas and mm.vma[i].start < end:
             write = write or mm.vma[i].flags & VM_HUGETLB
             i += 1
-        pthread_rwlock_unlock(&mm.mmap_lock)
-    if write:
-        pthread_rwlock_wrlock(&mm.mmap_lock)
-    else:
-        pthread_rwlock_rdlock(&mm.mmap_lock)
+        mmap_unlock(mm)
+    error = mmap_write_lock(mm) if write else mmap_read_lock(mm)
+    if error:
+        return error
     if advice == MADV_COLLAPSE:
         error = collapse_range(mm, start, end, at)
     elif advice == MADV_POPULATE_READ or advice == MADV_POPULATE_WRITE:
@@ -233,7 +234,7 @@ cdef int do_madvise(mm_t *mm, uint64_t start, uint64_t end, int advice, uint64_t
             error = -ENOMEM
     else:
         error = advise_vmas(mm, start, end, advice, at)
-    pthread_rwlock_unlock(&mm.mmap_lock)
+    mmap_unlock(mm)
     return error
 
 # ---- clear_refs ------------------------------------------------------------------------------------------------------------

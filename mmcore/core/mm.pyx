@@ -15,11 +15,11 @@ from mmcore.core.fork cimport dup_mmap
 from mmcore.core.fault cimport EHWPOISON
 from mmcore.core.folio cimport count_arg
 from mmcore.core.madvise cimport do_clear_refs, do_madvise
-from mmcore.core.mm_args cimport access_error, no_frames, range_arg, shape_error
+from mmcore.core.mm_args cimport *
 from mmcore.core.mremap cimport do_mremap
 from mmcore.core.pgtable cimport *
 from mmcore.core.remap cimport split_mapped
-from mmcore.core.vma cimport do_mprotect, do_munmap, exit_mmap, range_hole, vma_lookup
+from mmcore.core.vma cimport do_mprotect, do_munmap, exit_mmap
 
 import errno as _errno
 import itertools
@@ -160,11 +160,14 @@ cdef class MM:
             self.exit()
 
     def __repr__(self):
+        cdef seen_t seen
         if self.mm == NULL or self.mem.m.map == NULL:
             return "<MM of a closed Memory>"
         if a32_load_relaxed(&self.mm.exited):
             return f"<MM {self.name}, exited>"
-        return f"<MM {self.name}, {self.mm.nr_vmas} VMAs, rss {self.rss} pages>"
+        with nogil:
+            vma_see(self.mm, 0, &seen)
+        return f"<MM {self.name}, {seen.nr_vmas} VMAs, rss {self.rss} pages>"
 
     # -- shape -----------------------------------------------------------------------------------------------------------------
     def mmap(self, length, prot=PROT_READ | PROT_WRITE, flags=MAP_PRIVATE | MAP_ANONYMOUS, file=None, offset=0, addr=None):
@@ -196,11 +199,13 @@ cdef class MM:
             raise InvalidArgument("munmap() of length 0", addr=start)
         self.mem.enter()
         with nogil:
-            pthread_rwlock_wrlock(&mm.mmap_lock)
-            error = do_munmap(mm, start, end)
-            pthread_rwlock_unlock(&mm.mmap_lock)
+            error = mmap_write_lock(mm)
+            if error == 0:
+                error = do_munmap(mm, start, end)
+                mmap_unlock(mm)
         self.mem.leave()
         if error:
+            self.ptr()              # raises when it was an exit
             raise shape_error(mm, error, "munmap()", start, end)
 
     def mprotect(self, addr, length, prot):
@@ -220,11 +225,13 @@ cdef class MM:
             return
         self.mem.enter()
         with nogil:
-            pthread_rwlock_wrlock(&mm.mmap_lock)
-            error = do_mprotect(mm, start, end, wanted)
-            pthread_rwlock_unlock(&mm.mmap_lock)
+            error = mmap_write_lock(mm)
+            if error == 0:
+                error = do_mprotect(mm, start, end, wanted)
+                mmap_unlock(mm)
         self.mem.leave()
         if error:
+            self.ptr()
             raise shape_error(mm, error, "mprotect()", start, end)
 
     def mremap(self, old, old_len, new_len, new_addr=None):
@@ -252,10 +259,13 @@ cdef class MM:
             check_mlock(self, MAP_LOCKED, (new_size - (end - start)) >> mm.m.page_shift)
         self.mem.enter()
         with nogil:
-            pthread_rwlock_wrlock(&mm.mmap_lock)
-            error = do_mremap(mm, start, end - start, new_size, &to, fixed)
-            pthread_rwlock_unlock(&mm.mmap_lock)
+            error = mmap_write_lock(mm)
+            if error == 0:
+                error = do_mremap(mm, start, end - start, new_size, &to, fixed)
+                mmap_unlock(mm)
         self.mem.leave()
+        if error == -ESRCH:
+            self.ptr()
         if error == -EFAULT:
             raise MMError(_errno.EFAULT, f"mremap(): {start:#x}-{end:#x} is not inside one mapping, or is of a kind that cannot "
                                          "grow", addr=start)
@@ -278,8 +288,9 @@ cdef class MM:
         that somebody holds or pins). .addr says where. Kernel: madvise(2).
         """
         cdef mm_t *mm = self.ptr()
-        cdef uint64_t start, end, at = 0
+        cdef uint64_t start, end, at = 0, hole
         cdef int error, what
+        cdef seen_t seen
         range_arg(self.ptr(), addr, length, "madvise()", &start, &end)
         if advice not in _ADVICE:
             raise InvalidArgument(f"advice {advice!r} is none that is known: {', '.join(_ADVICE.values())}", addr=start)
@@ -291,16 +302,22 @@ cdef class MM:
         with nogil:
             error = do_madvise(mm, start, end, what, &at)
         self.mem.leave()
+        if error == 0:
+            return
+        self.ptr()
         if error == -EINVAL:
             raise InvalidArgument(f"madvise({name}) at {at:#x}: the mapping there does not take this advice (its flags, alignment "
                                   "or protection), or nothing there can be collapsed", addr=at)
-        if error == -ENOMEM and at == start and mm.nr_vmas + 2 > MAX_MAP_COUNT and what in (
+        with nogil:
+            vma_see(mm, at, &seen)
+            hole = hole_seen(mm, start, end)
+        if error == -ENOMEM and at == start and seen.nr_vmas + 2 > MAX_MAP_COUNT and what in (
                 MADV_DONTFORK, MADV_DOFORK, MADV_HUGEPAGE, MADV_NOHUGEPAGE):
             raise MMError(_errno.ENOMEM, f"madvise({name}) of {start:#x}-{end:#x}: it makes up to 2 mappings more, and there are "
-                                         f"{mm.nr_vmas} of at most {MAX_MAP_COUNT}: give neighbours the same advice, or unmap some. "
+                                         f"{seen.nr_vmas} of at most {MAX_MAP_COUNT}: give neighbours the same advice, or unmap some. "
                                          "Nothing was changed", addr=at)
-        if error == -ENOMEM and range_hole(mm, start, end) < end:
-            raise MMError(_errno.ENOMEM, f"madvise({name}): nothing is mapped at {range_hole(mm, start, end):#x}", addr=at)
+        if error == -ENOMEM and hole < end:
+            raise MMError(_errno.ENOMEM, f"madvise({name}): nothing is mapped at {hole:#x}", addr=at)
         if error == -EAGAIN:
             raise MMError(_errno.EAGAIN, f"madvise({name}) at {at:#x}: a page is pinned, or somebody else holds a reference",
                           addr=at)
@@ -308,8 +325,7 @@ cdef class MM:
             raise access_error(self.mem, mm, FAULT_SIGBUS, at, what == MADV_POPULATE_WRITE, f"madvise({name})")
         if error == -EHWPOISON:
             raise MMError(EHWPOISON, f"madvise({name}) at {at:#x}: the page there is broken (hwpoison)", addr=at)
-        if error:
-            raise MMError(-error, f"madvise({name}) at {at:#x}: no frame for a page or a table", addr=at)
+        raise MMError(-error, f"madvise({name}) at {at:#x}: no frame for a page or a table", addr=at)
 
     def fork(self):
         """Return a copy of the address space that shares its pages until one side writes; pinned pages are copied at once.
@@ -318,28 +334,23 @@ cdef class MM:
         """
         cdef mm_t *mm = self.ptr()
         cdef MM child = new_mm(self.mem)
-        cdef family_t *family = mm.family
-        cdef int error
-        child.files = dict(self.files)
-        hide(child.files)
+        cdef uint64_t kept
+        cdef int error = -EAGAIN
         child.rlimit_memlock = self.rlimit_memlock
         child.cap_ipc_lock = self.cap_ipc_lock
         child.user = self.user
         child.name = f"{self.name}.{next(_numbers)}"
         self.mem.enter()
-        with nogil:
-            pthread_rwlock_wrlock(&mm.mmap_lock)
-            # Whoever comes from a page waits until all that maps it can be found.
-            pthread_mutex_lock(&family.lock)
-            error = dup_mmap(child.mm, mm)
-            if error == 0:
-                family_join_locked(child.mm, family)
-            pthread_mutex_unlock(&family.lock)
-            pthread_rwlock_unlock(&mm.mmap_lock)
-            if error:
-                mm_exit(child.mm)
+        while error == -EAGAIN:
+            # The files that it will map are kept before it does; again when one more was mapped meanwhile.
+            kept = a64_load_acquire(&mm.file_maps)
+            child.files = dict(self.files)
+            hide(child.files)
+            with nogil:
+                error = fork_mm(child.mm, mm, kept)
         self.mem.leave()
         if error:
+            self.ptr()
             raise no_frames(self.mem, "a page table or the copy of a pinned page in fork()")
         return child
 
@@ -350,13 +361,16 @@ cdef class MM:
         pages are left as they are. 1, 2, 3: accessed bits of all, anonymous, file memory.
         """
         cdef mm_t *mm = self.ptr()
-        cdef int kind = <int>count_arg(what, "what", 1, 4)
+        cdef int kind = <int>count_arg(what, "what", 1, 4), error
         self.mem.enter()
         with nogil:
-            pthread_rwlock_wrlock(&mm.mmap_lock)
-            do_clear_refs(mm, kind)
-            pthread_rwlock_unlock(&mm.mmap_lock)
+            error = mmap_write_lock(mm)
+            if error == 0:
+                do_clear_refs(mm, kind)
+                mmap_unlock(mm)
         self.mem.leave()
+        if error:
+            self.ptr()
 
     # -- accesses --------------------------------------------------------------------------------------------------------------
     def read(self, addr, n):
@@ -391,16 +405,18 @@ cdef class MM:
         start &= ~(page - 1)
         self.mem.enter()
         with nogil:
-            pthread_rwlock_rdlock(&mm.mmap_lock)
-            stop = access_stop(mm, start, end, for_write)
-            if stop < end:
-                error = FAULT_SIGSEGV
-                start = stop
-            else:
-                error = touch_pages(mm, &start, end, for_write, &faults)
-            pthread_rwlock_unlock(&mm.mmap_lock)
+            error = mmap_read_lock(mm)
+            if error == 0:
+                stop = access_stop(mm, start, end, for_write)
+                if stop < end:
+                    error = FAULT_SIGSEGV
+                    start = stop
+                else:
+                    error = touch_pages(mm, &start, end, for_write, &faults)
+                mmap_unlock(mm)
         self.mem.leave()
         if error:
+            self.ptr()
             raise access_error(self.mem, mm, error, start, for_write, "touch()")
         return faults
 
@@ -409,23 +425,26 @@ cdef class MM:
     def vmas(self):
         """List the mappings by address: VMA(start, end, flags, file, offset), as of now."""
         cdef mm_t *mm = self.ptr()
-        pthread_rwlock_rdlock(&mm.mmap_lock)
+        cdef seen_t *all = NULL
+        cdef int64_t i, nr
+        with nogil:
+            nr = vma_see_all(mm, &all)
+        if nr < 0:
+            self.ptr()
+            raise MemoryError()
         try:
-            return [snapshot(self, &mm.vma[i]) for i in range(mm.nr_vmas)]
+            return [snapshot(self, &all[i]) for i in range(nr)]
         finally:
-            pthread_rwlock_unlock(&mm.mmap_lock)
+            free(all)
 
     def find_vma(self, addr):
         """Return the VMA that holds an address, or None. (The kernel's find_vma also returns the next one above.)"""
         cdef mm_t *mm = self.ptr()
         cdef uint64_t at = count_arg(addr, "addr", 0, ~<uint64_t>0)
-        cdef vma_t *v
-        pthread_rwlock_rdlock(&mm.mmap_lock)
-        try:
-            v = vma_lookup(mm, at)
-            return snapshot(self, v) if v != NULL else None
-        finally:
-            pthread_rwlock_unlock(&mm.mmap_lock)
+        cdef seen_t seen
+        with nogil:
+            vma_see(mm, at, &seen)
+        return snapshot(self, &seen) if seen.there else None
 
     def pagemap(self, addr, nr, *, privileged=True):
         """Return the uint64 words that /proc/PID/pagemap has for nr pages from addr on.
@@ -437,6 +456,7 @@ cdef class MM:
         cdef uint64_t start = count_arg(addr, "addr", 0, ~<uint64_t>0), n = count_arg(nr, "nr", 0, ONE << 40)
         cdef bint all_bits = bool(privileged)
         cdef uint64_t[::1] words
+        cdef int error
         array = np.zeros(n, np.uint64)
         if start & ((ONE << mm.m.page_shift) - 1):
             raise InvalidArgument(f"pagemap() from {start:#x}, which is no multiple of the page size", addr=start)
@@ -444,10 +464,13 @@ cdef class MM:
             words = array
             self.mem.enter()
             with nogil:
-                pthread_rwlock_rdlock(&mm.mmap_lock)
-                pagemap_words(mm, start, &words[0], n, all_bits)
-                pthread_rwlock_unlock(&mm.mmap_lock)
+                error = mmap_read_lock(mm)
+                if error == 0:
+                    pagemap_words(mm, start, &words[0], n, all_bits)
+                    mmap_unlock(mm)
             self.mem.leave()
+            if error:
+                self.ptr()
         return array
 
     def page_at(self, addr):
@@ -505,18 +528,40 @@ cdef class MM:
             raise InvalidArgument("MMF_HAS_PINNED is never cleared")
         a64_fetch_or_relaxed(&self.ptr().flags, MMF_HAS_PINNED)
 
+cdef int fork_mm(mm_t *child, mm_t *mm, uint64_t kept) noexcept nogil:
+    """0, -ENOMEM, -ESRCH; -EAGAIN: more files than `kept` were mapped."""
+    cdef family_t *family
+    cdef int error = mmap_write_lock(mm)
+    if error:
+        return error
+    if a64_load_acquire(&mm.file_maps) != kept:
+        mmap_unlock(mm)
+        return -EAGAIN
+    # Whoever comes from a page waits until all that maps it can be found.
+    family = mm.family
+    pthread_mutex_lock(&family.lock)
+    error = dup_mmap(child, mm)
+    if error == 0:
+        family_join_locked(child, family)
+    pthread_mutex_unlock(&family.lock)
+    mmap_unlock(mm)
+    if error:
+        mm_exit(child)
+    return error
+
 cdef void mm_exit(mm_t *mm) noexcept nogil:
-    pthread_rwlock_wrlock(&mm.mmap_lock)
-    if not mm.exited:
+    if mmap_write_lock(mm) == 0:
         exit_mmap(mm)
         family_leave(mm)
         mm_unregister(mm)
         a32_store_relaxed(&mm.exited, True)
-    pthread_rwlock_unlock(&mm.mmap_lock)
+        mmap_unlock(mm)
 
-cdef object snapshot(MM self, const vma_t *v):
-    file = self.files[v.file.id] if v.file != NULL else None
-    return VMA(v.start, v.end, VM(v.flags), file, v.pgoff << self.mm.m.page_shift if file is not None else 0)
+cdef object snapshot(MM self, const seen_t *seen):
+    file = self.files.get(seen.file_id) if seen.v.file != NULL else None
+    if file is None and seen.v.file != NULL:
+        self.ptr()              # an exit meanwhile let them go
+    return VMA(seen.v.start, seen.v.end, VM(seen.v.flags), file, seen.v.pgoff << self.mem.m.page_shift if file is not None else 0)
 
 cdef int user_copy(MM self, object addr, object data, bint write) except -1:
     cdef mm_t *mm = self.ptr()
@@ -531,16 +576,18 @@ cdef int user_copy(MM self, object addr, object data, bint write) except -1:
     view = data
     self.mem.enter()
     with nogil:
-        pthread_rwlock_rdlock(&mm.mmap_lock)
-        stop = access_stop(mm, at, at + n, write)
-        if stop < at + n:
-            error = FAULT_SIGSEGV
-            at = stop
-        else:
-            error = access_bytes(mm, &at, <uint8_t *>&view[0], n, write)
-        pthread_rwlock_unlock(&mm.mmap_lock)
+        error = mmap_read_lock(mm)
+        if error == 0:
+            stop = access_stop(mm, at, at + n, write)
+            if stop < at + n:
+                error = FAULT_SIGSEGV
+                at = stop
+            else:
+                error = access_bytes(mm, &at, <uint8_t *>&view[0], n, write)
+            mmap_unlock(mm)
     self.mem.leave()
     if error:
+        self.ptr()
         raise access_error(self.mem, mm, error, at, write, call)
     return 0
 

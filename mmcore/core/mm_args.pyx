@@ -1,7 +1,8 @@
 """Arguments and errors of the calls on an address space."""
 from libc.errno cimport EINVAL, ENOMEM
+from libc.stdlib cimport malloc
+from libc.string cimport memset
 from mmcore.core.fault cimport EHWPOISON
-from mmcore.core.filemap cimport file_pages
 from mmcore.core.folio cimport count_arg
 from mmcore.core.pgtable cimport *
 from mmcore.core.vma cimport range_hole, vma_find, vma_granule, vma_lookup
@@ -31,48 +32,96 @@ cdef object no_frames(Memory mem, str what):
     return MMError(_errno.ENOMEM, f"no frame for {what}: {total} pages are free, blocks by order {mem.buddyinfo()}. Free some, "
                                   "or make a larger Memory")
 
-cdef object access_error(Memory mem, const mm_t *mm, int error, uint64_t addr, bint write, str call):
-    cdef vma_t *v = vma_lookup(mm, addr)
+# ---- what is there now ------------------------------------------------------------------------------------------------------
+cdef void copy_vma(mm_t *mm, const vma_t *v, seen_t *seen) noexcept nogil:
+    cdef file_t *f = v.file
+    memset(seen, 0, sizeof(seen_t))
+    seen.v = v[0]
+    seen.there = True
+    seen.nr_vmas = mm.nr_vmas
+    seen.granule = vma_granule(mm, v)
+    if f != NULL:
+        pthread_mutex_lock(&f.lock)
+        seen.file_id, seen.file_size, seen.file_kind, seen.file_gone = f.id, f.size, f.kind, f.gone
+        pthread_mutex_unlock(&f.lock)
+
+cdef void vma_see(mm_t *mm, uint64_t addr, seen_t *seen) noexcept nogil:
+    cdef uint64_t i
+    memset(seen, 0, sizeof(seen_t))
+    if mmap_read_lock(mm):
+        return
+    i = vma_find(mm, addr)
+    if i < mm.nr_vmas:
+        copy_vma(mm, &mm.vma[i], seen)
+        seen.there = seen.v.start <= addr
+    seen.nr_vmas = mm.nr_vmas
+    mmap_unlock(mm)
+
+cdef int64_t vma_see_all(mm_t *mm, seen_t **all) noexcept nogil:
+    cdef int64_t i, nr
+    if mmap_read_lock(mm):
+        return -ESRCH
+    nr = <int64_t>mm.nr_vmas
+    all[0] = <seen_t *>malloc((nr + 1) * sizeof(seen_t))
+    if all[0] != NULL:
+        for i in range(nr):
+            copy_vma(mm, &mm.vma[i], &all[0][i])
+    mmap_unlock(mm)
+    return nr if all[0] != NULL else -ENOMEM
+
+cdef uint64_t hole_seen(mm_t *mm, uint64_t start, uint64_t end) noexcept nogil:
+    cdef uint64_t hole
+    if mmap_read_lock(mm):
+        return start
+    hole = range_hole(mm, start, end)
+    mmap_unlock(mm)
+    return hole
+
+# ---- words ------------------------------------------------------------------------------------------------------------------
+cdef object access_error(Memory mem, mm_t *mm, int error, uint64_t addr, bint write, str call):
+    cdef seen_t seen
+    with nogil:
+        vma_see(mm, addr, &seen)
     what = f"{call}: {'write to' if write else 'read of'} {addr:#x}"
     if error == -ENOMEM:
         refusal = no_frames(mem, f"{addr:#x}")
         return MMError(_errno.ENOMEM, f"{what}: {refusal.strerror.partition(': ')[2]}", addr=addr)
     if error == FAULT_SIGSEGV:
-        if v == NULL:
-            i = vma_find(mm, addr)
-            next_one = f"; the next mapping starts at {mm.vma[i].start:#x}" if i < mm.nr_vmas else ""
+        if not seen.there:
+            next_one = f"; the next mapping starts at {seen.v.start:#x}" if seen.v.start else ""
             return MMError(_errno.EFAULT, f"{what}: nothing is mapped there{next_one} (SIGSEGV)", addr=addr)
-        return MMError(_errno.EFAULT, f"{what}: the mapping {v.start:#x}-{v.end:#x} does not allow it (its protection is "
-                                      f"{VM(v.flags & 7)!r}): mprotect() it first (SIGSEGV)", addr=addr)
+        return MMError(_errno.EFAULT, f"{what}: the mapping {seen.v.start:#x}-{seen.v.end:#x} does not allow it (its protection is "
+                                      f"{VM(seen.v.flags & 7)!r}): mprotect() it first (SIGSEGV)", addr=addr)
     if error == FAULT_SIGBUS:
-        return MMError(_errno.EFAULT, f"{what}: {sigbus_reason(mm, addr)} (SIGBUS)", addr=addr)
+        return MMError(_errno.EFAULT, f"{what}: {sigbus_reason(mm, &seen, addr)} (SIGBUS)", addr=addr)
     if error == -EHWPOISON:
         return MMError(_errno.EFAULT, f"{what}: the page there is broken (hwpoison; SIGBUS); munmap() it, or map something else "
                                       "in its place", addr=addr)
     return MMError(-error, what, addr=addr)
 
-cdef object sigbus_reason(const mm_t *mm, uint64_t addr):
-    cdef vma_t *v = vma_lookup(mm, addr)
+cdef object sigbus_reason(const mm_t *mm, const seen_t *seen, uint64_t addr):
     cdef uint64_t offset
-    if v == NULL:
+    if not seen.there:
         return "nothing is mapped there"
-    if v.file == NULL or (v.file.kind == FILE_HUGETLBFS and page_index(mm, v, addr) < file_pages(v.file)):
-        return (f"the pool of {format_size((ONE << mm.m.page_shift) << v.order)} pages is empty: release some, or make "
+    offset = page_index(mm, &seen.v, addr) << mm.m.page_shift
+    if seen.v.file == NULL or (seen.file_kind == FILE_HUGETLBFS and offset < seen.file_size):
+        return (f"the pool of {format_size((ONE << mm.m.page_shift) << seen.v.order)} pages is empty: release some, or make "
                 "the Memory with a larger one")
-    if v.file.gone:
+    if seen.file_gone:
         return "the device behind the mapping was removed"
-    offset = page_index(mm, v, addr) << mm.m.page_shift
-    return (f"offset {offset:#x} is beyond the end of the {KIND_NAMES[v.file.kind]} file "
-            f"({v.file.size:#x} bytes): it was truncated, or never as long")
+    return (f"offset {offset:#x} is beyond the end of the {KIND_NAMES[seen.file_kind]} file "
+            f"({seen.file_size:#x} bytes): it was truncated, or never as long")
 
-cdef object shape_error(const mm_t *mm, int error, str call, uint64_t start, uint64_t end):
-    cdef uint64_t hole = range_hole(mm, start, end)
-    cdef vma_t *v
+cdef object shape_error(mm_t *mm, int error, str call, uint64_t start, uint64_t end):
+    cdef uint64_t hole
+    cdef seen_t seen
+    with nogil:
+        hole = hole_seen(mm, start, end)
+        vma_see(mm, start, &seen)
+        if not seen.there or start & (seen.granule - 1) == 0:
+            vma_see(mm, end - 1, &seen)
     if error == -EINVAL:
-        v = vma_lookup(mm, start)
-        if v == NULL or start & (vma_granule(mm, v) - 1) == 0:
-            v = vma_lookup(mm, end - 1)
-        size = f" of {vma_granule(mm, v):#x} bytes" if v != NULL else ""
+        size = f" of {seen.granule:#x} bytes" if seen.there else ""
         return InvalidArgument(f"{call}: {start:#x}-{end:#x} cuts a huge page{size} that cannot be split", addr=start)
     if error == -ENOMEM and hole < end and call != "munmap()":
         return MMError(_errno.ENOMEM, f"{call}: nothing is mapped at {hole:#x}. Nothing was changed", addr=hole)

@@ -103,19 +103,22 @@ def do_mmap(MM self not None, size, uint64_t prot, uint64_t flags, file, uint64_
         PyObject_GC_UnTrack(<void *>self.files)
     self.mem.enter()
     with nogil:
-        pthread_rwlock_wrlock(&mm.mmap_lock)
-        error = mmap_region(mm, &v, align, flags)
+        error = mmap_write_lock(mm)
+        if error == 0:
+            error = mmap_region(mm, &v, align, flags)
+            mmap_unlock(mm)
         at = v.start
         end = v.end
-        pthread_rwlock_unlock(&mm.mmap_lock)
         if error == 0 and (flags & MAP_POPULATE or v.flags & VM_LOCKED) and not v.flags & VM_PFNMAP:
             # What cannot be populated is left for faults, as in the kernel.
-            pthread_rwlock_rdlock(&mm.mmap_lock)
             start = at
-            if v.flags & (VM_READ | VM_WRITE) and access_stop(mm, start, end, (v.flags & (VM_WRITE | VM_SHARED)) == VM_WRITE) == end:
-                touch_pages(mm, &start, end, (v.flags & (VM_WRITE | VM_SHARED)) == VM_WRITE, &faults)
-            pthread_rwlock_unlock(&mm.mmap_lock)
+            if mmap_read_lock(mm) == 0:
+                if v.flags & (VM_READ | VM_WRITE) and access_stop(mm, start, end, (v.flags & (VM_WRITE | VM_SHARED)) == VM_WRITE) == end:
+                    touch_pages(mm, &start, end, (v.flags & (VM_WRITE | VM_SHARED)) == VM_WRITE, &faults)
+                mmap_unlock(mm)
     self.mem.leave()
+    if error == -ESRCH:
+        self.ptr()
     if error == -EINVAL:
         raise InvalidArgument(f"mmap() onto {at:#x}-{at + length:#x} would cut a huge page that cannot be split", addr=at)
     if error == -_errno.EEXIST:
@@ -142,6 +145,8 @@ cdef int mmap_region(mm_t *mm, vma_t *v, uint64_t align, uint64_t flags) noexcep
     """Place, clear the place, reserve, map raw PFNs, insert. 0, -ENOMEM, -EINVAL, -EEXIST; v says where."""
     cdef uint64_t length = v.end - v.start, nr, i
     cdef int error = 0
+    if v.file != NULL:
+        a64_fetch_add_release(&mm.file_maps, 1)
     if flags & MAP_FIXED_NOREPLACE:
         i = vma_find(mm, v.start)
         if i < mm.nr_vmas and mm.vma[i].start < v.end:

@@ -21,6 +21,7 @@ Lock order, outermost first (memory.pxd goes on where this ends)
     7. swap_t.lock
     8. spaces_t.lock, a hugetlb pool's lock, a region's lock
 """
+from libc.errno cimport ESRCH
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from mmcore.core.memory cimport *
 from mmcore.core.pgtable cimport pgd_t
@@ -199,6 +200,7 @@ cdef struct mm_t:
     uint64_t pinned_vm
     uint64_t total_faults
     uint64_t anon_id            # page.mapping of its anonymous pages
+    uint64_t file_maps          # files ever mapped, atomic: fork looks whether it kept all (mm.pyx)
     bint exited
 
 cdef struct swap_t:             # the model's swap: slots with a page's bytes and a count of the entries that name them
@@ -241,6 +243,26 @@ cdef inline bint vma_is_anonymous(const vma_t *v) noexcept nogil:
 cdef inline uint64_t page_index(const mm_t *mm, const vma_t *v, uint64_t addr) noexcept nogil:
     """The number of a page in what its VMA maps (linear_page_index)."""
     return v.pgoff + ((addr - v.start) >> mm.m.page_shift)
+
+# ---- mmap_lock --------------------------------------------------------------------------------------------------------
+# Never waited for with the GIL: who holds it may want that. -ESRCH, and not locked: the mm has exited meanwhile, and its tables
+# are gone.
+cdef inline int mmap_read_lock(mm_t *mm) noexcept nogil:
+    pthread_rwlock_rdlock(&mm.mmap_lock)
+    if mm.exited:
+        pthread_rwlock_unlock(&mm.mmap_lock)
+        return -ESRCH
+    return 0
+
+cdef inline int mmap_write_lock(mm_t *mm) noexcept nogil:
+    pthread_rwlock_wrlock(&mm.mmap_lock)
+    if mm.exited:
+        pthread_rwlock_unlock(&mm.mmap_lock)
+        return -ESRCH
+    return 0
+
+cdef inline void mmap_unlock(mm_t *mm) noexcept nogil:
+    pthread_rwlock_unlock(&mm.mmap_lock)
 
 # ---- the registry --------------------------------------------------------------------------------------------------
 cdef spaces_t *spaces_get(mem_t *m) noexcept nogil                  # makes it at the first call; NULL: no memory

@@ -319,6 +319,78 @@ class MunmapAgainstFastPin(MunmapAgainstLongterm):
         return [lambda: self.mm.munmap(self.addr, 2 * PAGE), pin]
 
 
+class ExitAgainst(Spaces):
+    """
+        owner    exit
+        other    a call that found the process alive            ESRCH when it comes too late
+    """
+    def build(self):
+        super().build()
+        self.file = mmc.File(self.mem, 4 * PAGE)
+
+    def call(self):
+        raise NotImplementedError
+
+    def actors(self):
+        return [self.mm.exit, lambda: may((errno.ESRCH, errno.EFAULT), self.call)]
+
+    def end(self):
+        self.mem.check()
+        if self.child is not None:
+            self.child.exit()
+        assert "0 mappings" in repr(self.file)
+        self.file = None
+        self.over()
+
+
+class ExitAgainstMmap(ExitAgainst):
+    def call(self):
+        self.mm.mmap(2 * PAGE, flags=mmc.MAP_SHARED | mmc.MAP_POPULATE, file=self.file)
+
+
+class ExitAgainstTouch(ExitAgainst):
+    def call(self):
+        self.mm.touch(self.addr, 2 * PAGE)
+
+
+class ExitAgainstFork(ExitAgainst):
+    def call(self):
+        self.child = self.mm.fork()
+
+
+class ExitAgainstMadvise(ExitAgainst):
+    def call(self):
+        self.mm.madvise(self.addr, 2 * PAGE, mmc.MADV_DONTNEED)
+
+
+class ForkAgainstMmapOfFile(Spaces):
+    """
+        forker   fork            the child has the mapping or not; if so, it keeps the file
+        mapper   mmap
+    """
+    def actors(self):
+        self.at = self.addr + 16 * PAGE
+        self.mm.mmap(PAGE, addr=self.at)        # the tables are there
+
+        def fork():
+            self.child = self.mm.fork()
+
+        def mmap():
+            file = mmc.File(self.mem, PAGE)
+            file.write(0, b"f")
+            self.mm.mmap(PAGE, flags=mmc.MAP_SHARED | mmc.MAP_FIXED, file=file, addr=self.at)
+        return [fork, mmap]
+
+    def end(self):
+        self.mm.exit()
+        self.mem.check()
+        vma = self.child.find_vma(self.at)
+        assert self.child.read(self.at, 1) == (b"f" if vma.file is not None else bytes(1))
+        self.child.exit()
+        del vma
+        self.over()
+
+
 # class, preemptions, interleavings at most
 SCENARIOS = [
     (GrabAgainstLastPut, 4, 4000), (GrabSmallAgainstLastPut, 4, 4000), (GrabAgainstSplit, 3, 3000), (UnpinAgainstFree, 4, 4000),
@@ -326,6 +398,8 @@ SCENARIOS = [
     (UnpinSmallAgainstPassingPin, 4, 4000), (PutAgainstPassingPin, 4, 4000), (PutAgainstPassingLock, 4, 4000),
     (DirtyAgainstWriteback, 3, 3000), (ForkAgainstFastPin, 2, 3000), (CollapseAgainstFastPin, 2, 3000),
     (MunmapAgainstLongterm, 2, 3000), (MunmapAgainstFastPin, 2, 3000),
+    (ExitAgainstMmap, 2, 1500), (ExitAgainstTouch, 2, 1500), (ExitAgainstFork, 2, 1500), (ExitAgainstMadvise, 2, 1500),
+    (ForkAgainstMmapOfFile, 2, 1500),
 ]
 # a fault planted into the build, a scenario that must find it, and the preemptions that it takes: 1 compare-and-swap does not
 # compare; 2 the fast walk does not look whether a fork began; 3 why a last reference must stay is looked at twice, and not
