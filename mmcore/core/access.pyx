@@ -48,10 +48,10 @@ cdef void copy_one(mm_t *mm, const vma_t *v, uint64_t pfn, uint64_t inside, uint
         return
     else:
         at = page_bytes(m, pfn) + inside
-    if write:
-        memcpy(at, data, n)
+    if pfn < m.nr_pages and folio_is_anon(&m.map[compound_head_pfn(m.map, pfn)]):
+        memcpy(at if write else data, data if write else at, n)
     else:
-        memcpy(data, at, n)
+        copy_shared(at if write else data, data if write else at, n)
 
 cdef int access_bytes(mm_t *mm, uint64_t *addr, uint8_t *data, uint64_t n, bint write) noexcept nogil:
     """Copy from or to user memory; *addr is how far it came. The copy of a page is under its table's lock, so that nobody

@@ -12,6 +12,7 @@
 
 #include <stdint.h>
 #include <pthread.h>
+#include <string.h>
 #include "step.h"
 
 static inline uint32_t a32_load_relaxed(const void *p) { return __atomic_load_n((const uint32_t *)p, __ATOMIC_RELAXED); }
@@ -47,6 +48,24 @@ void __tsan_release(void *);
 #else
 #define mm_wide_before(p) ((void)0)
 #define mm_wide_after(p) ((void)0)
+#endif
+
+/*
+ * Bytes of a file's page: processes that map it, reads, writes and writeback use them at the same time and ask nobody, here as
+ * in the kernel. Which of two bytes is seen is theirs to settle, so ThreadSanitizer does not watch these copies. Those of
+ * anonymous pages it does: there one process is alone, or nobody writes.
+ */
+#ifdef __SANITIZE_THREAD__
+__attribute__((no_sanitize("thread"), noinline, unused)) static void copy_shared(void *to, const void *from, size_t n)
+{
+	volatile char *d = to;
+	const volatile char *s = from;
+
+	while (n--)
+		*d++ = *s++;
+}
+#else
+#define copy_shared(to, from, n) memcpy(to, from, n)
 #endif
 
 static inline int a64_cas_acq_rel(void *p, uint64_t *expected, uint64_t v)

@@ -84,5 +84,9 @@ cdef inline void note_anon(vma_t *v) noexcept nogil:
 
 cdef inline void copy_page_bytes(mem_t *m, uint64_t to, uint64_t source) noexcept nogil:
     """A page that was never written reads as zero, and so does its copy then, at no cost."""
-    if test_flag(&m.map[source], PG_mm_written):
+    if not test_flag(&m.map[source], PG_mm_written):
+        return
+    if folio_is_anon(&m.map[compound_head_pfn(m.map, source)]):
         memcpy(page_bytes(m, to), page_bytes(m, source), ONE << m.page_shift)
+    else:
+        copy_shared(page_bytes(m, to), page_bytes(m, source), ONE << m.page_shift)

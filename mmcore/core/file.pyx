@@ -364,10 +364,10 @@ cdef int io_page(file_t *f, uint64_t at, uint8_t *data, uint64_t n, bint write) 
     if error:
         return error
     if write:
-        memcpy(page_bytes(m, pfn) + inside, data, n)
+        copy_shared(page_bytes(m, pfn) + inside, data, n)
         mark_dirty(m, compound_head_pfn(m.map, pfn))
     elif test_flag(&m.map[pfn], PG_mm_written):
-        memcpy(data, page_bytes(m, pfn) + inside, n)
+        copy_shared(data, page_bytes(m, pfn) + inside, n)
     else:
         memset(data, 0, n)
     return 0

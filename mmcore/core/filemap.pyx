@@ -147,7 +147,7 @@ cdef void file_write_page(file_t *f, uint64_t pfn) noexcept nogil:
     clear_dirty(m, pfn)
     for i in range(nr):
         if test_flag(&m.map[pfn + i], PG_mm_written):
-            memcpy(f.disk + ((index + i) << m.page_shift), page_bytes(m, pfn + i), ONE << m.page_shift)
+            copy_shared(f.disk + ((index + i) << m.page_shift), page_bytes(m, pfn + i), ONE << m.page_shift)
         elif f.on_disk[index + i]:
             memset(f.disk + ((index + i) << m.page_shift), 0, ONE << m.page_shift)
         f.on_disk[index + i] = 1

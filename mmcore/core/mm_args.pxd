@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t, uint64_t
 from mmcore.core.space cimport *
 
 cdef struct seen_t:             # a VMA as it was while mmap_lock was held
-    vma_t v                     # its file is not to be followed: here is what words need of it
+    vma_t v                     # without has_anon; its file is not to be followed: here is what words need of it
     bint there                  # addr is in it; if not, v.start is where the next one starts, 0: none
     uint64_t nr_vmas
     uint64_t granule            # bytes at whose multiples it may be split

@@ -5,7 +5,7 @@ from libc.string cimport memset
 from mmcore.core.fault cimport EHWPOISON
 from mmcore.core.folio cimport count_arg
 from mmcore.core.pgtable cimport *
-from mmcore.core.vma cimport range_hole, vma_find, vma_granule, vma_lookup
+from mmcore.core.vma cimport range_hole, vma_find, vma_granule
 
 import errno as _errno
 
@@ -36,7 +36,7 @@ cdef object no_frames(Memory mem, str what):
 cdef void copy_vma(mm_t *mm, const vma_t *v, seen_t *seen) noexcept nogil:
     cdef file_t *f = v.file
     memset(seen, 0, sizeof(seen_t))
-    seen.v = v[0]
+    seen.v.start, seen.v.end, seen.v.flags, seen.v.pgoff, seen.v.file, seen.v.order = v.start, v.end, v.flags, v.pgoff, f, v.order
     seen.there = True
     seen.nr_vmas = mm.nr_vmas
     seen.granule = vma_granule(mm, v)

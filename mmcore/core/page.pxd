@@ -58,6 +58,7 @@ cdef extern from "atomic.h" nogil:
     bint a64_cas_acq_rel(void *p, uint64_t *expected, uint64_t v)
     void cpu_relax()
     bint mm_planted(int n)      # a test's own fault; 0 but in the race explorer's build
+    void copy_shared(void *to, const void *source, size_t n)    # memcpy() of what others may write meanwhile: bytes of files
     void prefetch_read(const void *p)
     void prefetch_write(const void *p)
     void stream64(void *p, uint64_t v)
