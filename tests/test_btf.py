@@ -92,7 +92,7 @@ FLAG_ALIASES = {
     "large_rmappable": ("workingset", False), "partially_mapped": ("reclaim", False),
     "slob_free": ("private", True), "isolated": ("reclaim", True),
 }
-OUR_FLAGS = {"mm_written", "mm_many_refs", "mm_pool", "mm_retired"}       # mmcore's own, in bits that Linux leaves free
+OUR_FLAGS = {"mm_written", "mm_many_refs", "mm_pool", "mm_retired", "mm_isolated"}       # mmcore's own, in bits that Linux leaves free
 FLAG_NAMES = {"owner_2": "anon_exclusive"}                  # kernel's name -> ours
 
 # Enumerators on one side only: (name, side, first and last version, depends on the build, why).

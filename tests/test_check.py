@@ -55,6 +55,7 @@ BREACHES = [
     ("dirty page that nobody counted", 64, "flags", 1 << 4 | 2 << 51, None, "dirty"),
     ("clean page that was counted", 16, "flags", 2 << 51, None, "dirty"),
     ("writeback that nobody counted", 64, "flags", 1 << 1 | 2 << 51, None, "writeback"),
+    ("isolated and forgotten", 64, "flags", 1 << 45 | 2 << 51, 64, "isolated"),
     ("page of another zone", 64, "flags", 3 << 51, 64, "zone"),
     ("mapped without references", 64, "_mapcount", 4, 64, "mappings"),
     ("zero page that is dirty", 1, "flags", 1 << 13 | 1 << 4 | 2 << 51, 1, "zero page"),

@@ -1,5 +1,6 @@
 """Longterm pins: eligibility, and moving folios out of Movable and CMA with everything that knows them."""
 import errno
+import threading
 
 import numpy as np
 import pytest
@@ -327,3 +328,55 @@ def test_both_checks_agree(pieces):
         ranges = PageRanges.from_pagelist(pages)
         assert set(longterm_unpinnable(ranges).pfns.tolist()) == set(longterm_unpinnable(pages).pfns.tolist())
         folios_put(folios)
+
+
+@pytest.mark.parametrize("acquire", ["leaf", "page"])
+@pytest.mark.parametrize("call", [pin_user_pages, pin_user_pages_fast])
+def test_a_folio_that_is_twice_in_the_range(mem, mm, call, acquire):
+    """A file mapped twice, side by side: each of its pages moves once, and both places pin it."""
+    nr = 24
+    file = File(mem, nr * PAGE)
+    addr = mm.mmap(2 * nr * PAGE)
+    for at in (addr, addr + nr * PAGE):
+        mm.mmap(nr * PAGE, flags=MAP_SHARED | MAP_FIXED, file=file, addr=at)
+    mm.touch(addr, 2 * nr * PAGE)
+    assert not folio_is_longterm_pinnable(mm.page_at(addr).folio)
+    pages = call(mm, addr, 2 * nr, FOLL_WRITE | FOLL_LONGTERM, acquire=acquire)
+    assert len(pages) == 2 * nr and pages.pfns[:nr].tolist() == pages.pfns[nr:].tolist()
+    for page in pages:
+        assert folio_is_longterm_pinnable(page.folio) and (page.refcount, page.mapcount) == (3 + 2 * 1024, 2)
+    mem.check()
+    unpin_user_pages(pages)
+    mem.check()
+
+
+def test_many_threads_pin_what_must_move(mem, mm):
+    """Who finds a folio on its way waits for it. Who moves one may be refused, for pins of others on their way back."""
+    nr, got = 64, []
+    addr = mm.mmap(nr * PAGE)
+
+    def pin():
+        barrier.wait()
+        try:
+            pages = pin_user_pages(mm, addr, nr, FOLL_WRITE | FOLL_LONGTERM)
+        except MMError as refusal:
+            got.append(refusal.errno)
+        else:
+            got.append(pages.pfns.tolist())
+            assert all(stays(mem, page) for page in pages)
+            unpin_user_pages(pages)
+
+    done = 0
+    for _ in range(30):
+        mm.touch(addr, nr * PAGE)
+        barrier = threading.Barrier(3)
+        threads = [threading.Thread(target=pin) for _ in range(3)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        pfns = [pages for pages in got if pages != errno.ENOMEM]
+        assert len(got) == 3 and all(pages == pfns[0] for pages in pfns)
+        done += len(pfns)
+        got.clear()
+        mem.check()
+        mm.madvise(addr, nr * PAGE, MADV_DONTNEED)
+    assert done > 30

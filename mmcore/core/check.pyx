@@ -153,6 +153,8 @@ cdef bint check_folio(sums_t *s, uint64_t pfn, uint64_t end, uint64_t *nr_pages)
             refs = <uint32_t>(pins + (refs & (GUP_PIN_COUNTING_BIAS - 1)))
     if pfn != m.zero_pfn and <int64_t>refs < mapped + <int64_t>pins:
         return breach(s, "refcount >= mappings + pins", pfn, refs, mapped + <int64_t>pins)
+    if test_flag(head, PG_mm_isolated):
+        return breach(s, "no folio is isolated when nobody moves any", pfn, 1, 0)
     if test_flag(head, PG_dirty) and not folio_is_anon(head):
         s.dirty += <int64_t>nr
     if test_flag(head, PG_writeback):

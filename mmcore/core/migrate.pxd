@@ -19,6 +19,10 @@ How a folio moves
     no order among tables to break. With all of them held, and a file's lock for its cache, the count is frozen to 0 from
     exactly what is explained; that fails as long as somebody else holds a reference.
 
+Who moves it
+    PG_mm_isolated, set by a thread that holds a pin, before it takes the reference that keeps the folio while it moves. Others
+    take none: they give their pins back, wait for the flag to go, and look again.
+
 Lock order: the folio lock; a file's lock, or a family's while its mms are visited; an mm's rmap_lock; tables, tried.
 """
 from libc.stdint cimport int64_t, uint64_t

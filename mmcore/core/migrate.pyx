@@ -30,6 +30,7 @@ cdef extern from "<sched.h>" nogil:
 
 cdef enum:
     TRIES = 10                  # the kernel's migrate_pages() comes back as often
+    WAITS = 100000              # for somebody else who moves a folio
     SPINS = 2000                # for a table's lock, before all of them are given back
     REGION_NORMAL = 1           # a bit a region: the first one is Normal memory outside of CMA
 
@@ -160,7 +161,7 @@ cdef void move_state(mem_t *m, uint64_t to, uint64_t source, uint64_t nr) noexce
         a._nr_pages_mapped = b._nr_pages_mapped
         a._entire_mapcount = b._entire_mapcount
     # The old frame: nothing of the file's or the mappings' is left on it; dirt is not dropped, it moved.
-    a64_fetch_and_acq_rel(&old.flags, ~(MOVING_FLAGS | (ONE << PG_locked) | (ONE << PG_waiters)))
+    a64_fetch_and_acq_rel(&old.flags, ~(MOVING_FLAGS | (ONE << PG_locked) | (ONE << PG_waiters) | (ONE << PG_mm_isolated)))
     a64_store_relaxed(&old.mapping, 0)
     a64_store_relaxed(&old.private, 0)
     if nr > 1:
@@ -323,7 +324,7 @@ cdef void put_one(mem_t *m, uint64_t head) noexcept nogil:
         free_folio(m, head, folio_order_of(page))
 
 cdef int move_all(mem_t *m, const uint64_t *heads, uint64_t nr, uint64_t *bad, int *why) noexcept nogil:
-    """Move folios that were given a reference each; it goes. The first failure is told, and ends the moving."""
+    """Move folios that were isolated, and given a reference each; it goes. The first failure is told, and ends the moving."""
     cdef uint64_t i, new
     cdef int error = 0, failed = 0
     for i in range(nr):
@@ -343,12 +344,22 @@ cdef int move_all(mem_t *m, const uint64_t *heads, uint64_t nr, uint64_t *bad, i
                 # Whatever it was, the kernel says that there was no memory.
                 why[0] = WHY_NO_MEMORY if error == -ENOMEM else WHY_MIGRATE
                 failed = -ENOMEM
+        clear_flag(&m.map[heads[i]], PG_mm_isolated)
         put_one(m, heads[i])
     return failed
 
+cdef void wait_moved(mem_t *m, uint64_t head) noexcept nogil:
+    """Until somebody else has moved a folio, or given up; a bound, since its frame may be isolated again. Takes no reference."""
+    cdef int i
+    for i in range(WAITS):
+        if not test_flag(&m.map[head], PG_mm_isolated):
+            break
+        cpu_relax()
+        sched_yield()
+
 cdef int check_and_migrate(mem_t *m, const uint64_t *leaf, uint64_t nr, bint page_by_page, uint64_t *bad, int *why) noexcept nogil:
     """check_and_migrate_movable_pages: see the laws for what its three results mean."""
-    cdef uint64_t found = unpinnable(m, leaf, nr, page_by_page, NULL, 0), i, kept = 0
+    cdef uint64_t found = unpinnable(m, leaf, nr, page_by_page, NULL, 0), i, kept = 0, other = 0
     cdef uint64_t *heads
     cdef int error
     if mm_likely(found == 0):
@@ -359,14 +370,22 @@ cdef int check_and_migrate(mem_t *m, const uint64_t *leaf, uint64_t nr, bint pag
         why[0] = WHY_NO_MEMORY
         return -ENOMEM
     found = min(found, unpinnable(m, leaf, nr, page_by_page, heads, found))
-    # References of our own before the pins go: with the last of them the folio might.
     for i in range(found):
-        if ref_add_positive(&m.map[heads[i]], 1):
+        # Once each: a file's page may be mapped twice in the range, and others may want the same folio moved; a reference
+        # of theirs would keep it where it is.
+        if a64_fetch_or_acq_rel(&m.map[heads[i]].flags, ONE << PG_mm_isolated) >> PG_mm_isolated & 1:
+            other = heads[i]
+        # A reference of our own before the pins go: with the last of them the folio might.
+        elif ref_add_positive(&m.map[heads[i]], 1):
             heads[kept] = heads[i]
             kept += 1
+        else:
+            clear_flag(&m.map[heads[i]], PG_mm_isolated)
     release_leaves(m, leaf, nr, True)
     error = move_all(m, heads, kept, bad, why)
     free(heads)
+    if kept == 0 and other:
+        wait_moved(m, other)
     return error if error else -EAGAIN
 
 

@@ -104,6 +104,7 @@ cdef enum:
                                 # plain references can no longer be told apart
     PG_mm_pool = 42             # a hugetlb folio that waits in its pool
     PG_mm_retired = 43          # a broken page that is out of use for ever
+    PG_mm_isolated = 45         # whoever set it moves the folio (the kernel takes it off its list: PG_lru)
     # SECOND flags, in tail 1's word
     PG_has_hwpoisoned = 8
     PG_large_rmappable = 9

@@ -39,6 +39,7 @@ class PageFlags(enum.IntFlag):
     mm_many_refs = 0x20000000000
     mm_pool = 0x40000000000
     mm_retired = 0x80000000000
+    mm_isolated = 0x200000000000
 
 class PageType(enum.IntEnum):
     buddy = 240

@@ -50,6 +50,7 @@ class PageFlags(enum.IntFlag):
     mm_many_refs = ONE << PG_mm_many_refs
     mm_pool = ONE << PG_mm_pool
     mm_retired = ONE << PG_mm_retired
+    mm_isolated = ONE << PG_mm_isolated
 
 
 class PageType(enum.IntEnum):

@@ -319,6 +319,29 @@ class MunmapAgainstFastPin(MunmapAgainstLongterm):
         return [lambda: self.mm.munmap(self.addr, 2 * PAGE), pin]
 
 
+class LongtermAgainstLongterm(Spaces):
+    """
+        driver       pin_user_pages(FOLL_LONGTERM) of pages in Movable memory: isolated, moved, pinned
+        another      the same; finds them isolated, gives its pins back, waits       ENOMEM: who moves met a pin of the other
+    """
+    config = {"movable": "4M"}
+
+    def actors(self):
+        def pin(name):
+            def act():
+                setattr(self, name, may((errno.ENOMEM,), mmc.pin_user_pages, self.mm, self.addr, 2, FOLL_WRITE | FOLL_LONGTERM))
+            return act
+        return [pin("pages"), pin("others")]
+
+    def end(self):
+        assert self.pages is not None or self.others is not None, "both were refused"
+        if self.others is not None:
+            assert self.pages is None or self.pages.pfns.tolist() == self.others.pfns.tolist()
+            assert all(mmc.folio_is_longterm_pinnable(page.folio) for page in self.others)
+            mmc.unpin_user_pages(self.others)
+        super().end()
+
+
 class ExitAgainst(Spaces):
     """
         owner    exit
@@ -398,7 +421,8 @@ SCENARIOS = [
     (UnpinSmallAgainstPassingPin, 4, 4000), (PutAgainstPassingPin, 4, 4000), (PutAgainstPassingLock, 4, 4000),
     (DirtyAgainstWriteback, 3, 3000), (ForkAgainstFastPin, 2, 3000), (CollapseAgainstFastPin, 2, 3000),
     (MunmapAgainstLongterm, 2, 3000), (MunmapAgainstFastPin, 2, 3000),
-    (ExitAgainstMmap, 2, 1500), (ExitAgainstTouch, 2, 1500), (ExitAgainstFork, 2, 1500), (ExitAgainstMadvise, 2, 1500),
+    (LongtermAgainstLongterm, 2, 3000), (ExitAgainstMmap, 2, 1500), (ExitAgainstTouch, 2, 1500),
+    (ExitAgainstFork, 2, 1500), (ExitAgainstMadvise, 2, 1500),
     (ForkAgainstMmapOfFile, 2, 1500),
 ]
 # a fault planted into the build, a scenario that must find it, and the preemptions that it takes: 1 compare-and-swap does not
