@@ -282,8 +282,20 @@ class WorldMachine(PinMachine):
         specs = specs[:len(slots)] if slots else specs
         if slots:
             at %= len(slots) - len(specs) + 1
-        self.on_ring(which, f"update {at} {specs}", lambda table, buffers: table.update(at, buffers),
-                     lambda plain, buffers: plain.update(at, buffers), specs)
+        done = []
+
+        def ours(table, buffers):
+            done.append(table.update(at, buffers))
+            return done[0]
+
+        def theirs(plain, buffers):
+            process, pages = plain.process, [page for spec in specs for page in self.a_buffer(spec)[1]]
+            if done and done[0] < len(buffers) and self.unmovable(process, pages):
+                self.believe(process, pages)        # the next one was refused for that, of which nobody is told
+                return plain.update(at, buffers[:done[0]])
+            return plain.update(at, buffers)
+
+        self.on_ring(which, f"update {at} {specs}", ours, theirs, specs)
 
     @rule(which=which)
     def buffers_unregister(self, which):
