@@ -430,3 +430,24 @@ def test_pages_that_do_not_fit_a_buffer():
         with pytest.raises(InvalidArgument, match=match):
             table.register([what])
         assert state(mem) == before and table.buffers == []
+
+
+@pytest.mark.parametrize("wrong", [(), (1,), (1, 2, 3), (None, 0, PAGE), None, 5, "ab", [[]], {}, (1.5, PAGE), (None, PAGE), ("0", PAGE),
+                                   (0x10000, True), (-1, PAGE), (1 << 64, PAGE), "empty list", "negative offset"])
+@pytest.mark.parametrize("files", ["longterm", "5.8"])
+def test_what_is_no_buffer_changes_no_slot(wrong, files):
+    """Every buffer of a call is looked at before the first is replaced."""
+    mem, mm = base()
+    addr = mapped(mm, 2 * PAGE)
+    wrong = {"empty list": (PageList(mem), 0, PAGE), "negative offset": (PageList(mem, [mem.zero_page.pfn]), -1, PAGE)}.get(
+        wrong, wrong) if isinstance(wrong, str) else wrong
+    table = BufferTable(mm, 2, files=files)
+    assert table.update(0, [(addr, PAGE)]) == 1
+    first = table.buffers[0]
+    with nothing_kept(mem, mm):
+        with pytest.raises((TypeError, InvalidArgument)):
+            table.update(0, [(addr + PAGE, PAGE), wrong])
+        with pytest.raises((TypeError, InvalidArgument)):
+            BufferTable(mm, files=files).register([(addr + PAGE, PAGE), wrong])
+    assert table.buffers == [first, None]
+    table.unregister()

@@ -204,30 +204,42 @@ cdef void put_one(mem_t *m, uint64_t pfn) noexcept nogil:
     cdef uint64_t word = leaf_word(pfn, 1)
     release_leaves(m, &word, 1, True)
 
-def new_buffer(Charges charges not None, what):
-    """Pin, coalesce and charge one buffer: (address, length), a PageList, or (PageList, offset, length). None: an empty slot."""
+def buffer_arg(MM mm not None, what):
+    """Return (PageList or None, address, length): what a buffer of a table is to be, checked before anything changes."""
+    cdef Memory mem = mm.mem
+    cdef uint64_t page = ONE << mem.ptr().page_shift, addr, length
+    cdef PageList known
+    if isinstance(what, PageList):
+        what = (what, 0, len(what) * int(page))
+    try:
+        parts = tuple(what)
+    except TypeError:
+        parts = ()
+    if len(parts) == 2:
+        return None, count_arg(parts[0], "address", 0, ~<uint64_t>0), count_arg(parts[1], "length", 0, ~<uint64_t>0)
+    if len(parts) != 3 or not isinstance(parts[0], PageList):
+        raise TypeError(f"a buffer is (address, length), a PageList or (PageList, offset, length), not {what!r}")
+    known = parts[0]
+    if known.mem is not mem:
+        raise InvalidArgument("the pages belong to another Memory than the table")
+    addr, length = count_arg(parts[1], "offset", 0, ~<uint64_t>0), count_arg(parts[2], "length", 1, 1 << 62)
+    if addr >= page or (addr + length + page - 1) >> mem.m.page_shift != known.n or not known.pfns.all():
+        raise InvalidArgument(f"{length} bytes at offset {addr} are not the {known.n} pages of the list, or one of these is NULL")
+    return known, addr, length
+
+
+def new_buffer(Charges charges not None, PageList known, uint64_t addr, uint64_t length):
+    """Pin, coalesce and charge one buffer, as buffer_arg() gave it. None: an empty slot."""
     cdef RegisteredBuffer buf
     cdef MM mm = charges.mm
     cdef mem_t *m = mm.mem.ptr()
-    cdef uint64_t addr, length, page = ONE << m.page_shift, end, nr_folios = 0, folio_pages = 1, head_pages, first_idx = 0, visits = 0
+    cdef uint64_t page = ONE << m.page_shift, end, nr_folios = 0, folio_pages = 1, head_pages, first_idx = 0, visits = 0
     cdef int64_t pages = 0
-    cdef PageList known = None
     buf = RegisteredBuffer.__new__(RegisteredBuffer)
-    if isinstance(what, PageList):
-        what = (what, 0, len(what) * int(page))
-    if len(what) == 3:
-        known, addr, length = what
-        if known.mem is not mm.mem:
-            raise InvalidArgument("the pages belong to another Memory than the table")
-        if addr >= page or not length or (addr + length + page - 1) >> m.page_shift != known.n or not known.pfns.all():
-            raise InvalidArgument(f"{length} bytes at offset {addr} are not the {known.n} pages of the list, or one of these is NULL")
-    else:
-        addr = count_arg(what[0], "address", 0, ~<uint64_t>0)
-        length = count_arg(what[1], "length", 0, ~<uint64_t>0)
-        if addr == 0:
-            if length:
-                raise MMError(_errno.EFAULT, f"a buffer of {length} bytes at address 0", addr=0)
-            return None
+    if known is None and addr == 0:
+        if length:
+            raise MMError(_errno.EFAULT, f"a buffer of {length} bytes at address 0", addr=0)
+        return None
     if length == 0 or length > BUFFER_MOST:
         raise MMError(_errno.EFAULT, f"a buffer of {length} bytes: 1 byte to {format_size(BUFFER_MOST)} can be registered", addr=addr)
     end = addr + length

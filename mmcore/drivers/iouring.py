@@ -12,10 +12,9 @@ import threading
 
 from ..core.errors import InvalidArgument, MMError
 from ..core.mm import MM
-from ..core.pagelist import PageList
 from .iobuffer import *
 from .iobuffer import __all__ as _iobuffer
-from .iobuffer import drop_buffers, hold_buffers, new_buffer, new_charges
+from .iobuffer import buffer_arg, drop_buffers, hold_buffers, new_buffer, new_charges
 from .iov import MAX_RW_COUNT, _number
 
 __all__ = ["BufferTable", "IORING_MAX_REG_BUFFERS", *_iobuffer]
@@ -53,12 +52,17 @@ class BufferTable:
         return self._charges.pages
 
     def _one(self, what):
-        if self.files == "5.8" and not isinstance(what[0], PageList):
+        known, addr, length = what
+        if self.files == "5.8" and known is None:
             for vma in self.mm.vmas:
-                if vma.start < what[0] + what[1] and what[0] < vma.end and vma.file is not None and vma.file.kind != "hugetlbfs":
-                    raise MMError(_errno.EOPNOTSUPP, f"the buffer at {what[0]:#x} is on a {vma.file.kind} file: only hugetlbfs may be "
-                                                     "registered under the rules of 5.8", addr=what[0])
-        return new_buffer(self._charges, what)
+                if vma.start < addr + length and addr < vma.end and vma.file is not None and vma.file.kind != "hugetlbfs":
+                    raise MMError(_errno.EOPNOTSUPP, f"the buffer at {addr:#x} is on a {vma.file.kind} file: only hugetlbfs may be "
+                                                     "registered under the rules of 5.8", addr=addr)
+        return new_buffer(self._charges, known, addr, length)
+
+    def _args(self, buffers):
+        """All of them are checked before one is registered: a wrong one changes nothing."""
+        return [buffer_arg(self.mm, what) for what in buffers]
 
     def register(self, buffers):
         """Register all buffers of a list, or none; (0, 0) leaves a slot empty. Kernel: IORING_REGISTER_BUFFERS.
@@ -66,7 +70,7 @@ class BufferTable:
         Raises MMError: EBUSY (some are registered), EINVAL for 0 or more than 16384, EFAULT (length 0 or above 1 GiB; what cannot
         be pinned), EOVERFLOW (the range wraps), ENOMEM (memory, or RLIMIT_MEMLOCK of the user).
         """
-        buffers = list(buffers)
+        buffers = self._args(buffers)
         with self._lock:
             if self._slots is not None:
                 raise MMError(_errno.EBUSY, f"{len(self._slots)} slots are registered on this ring: unregister() first, or update()")
@@ -87,13 +91,11 @@ class BufferTable:
         The error of a later one is not told, as in the kernel; that of the first is raised. Raises as register(), and
         MMError(ENXIO) without slots. Kernel: IORING_REGISTER_BUFFERS_UPDATE.
         """
-        buffers = list(buffers)
+        index, buffers = _number(index, "index"), self._args(buffers)
         with self._lock:
             if self._slots is None:
                 raise MMError(_errno.ENXIO, "no slots are registered: register(), or BufferTable(mm, nr)")
-            if isinstance(index, bool) or not hasattr(index, "__index__"):
-                raise TypeError(f"index is an int, not {index!r}")
-            if index < 0 or not buffers or index + len(buffers) > len(self._slots):
+            if not buffers or index + len(buffers) > len(self._slots):
                 raise InvalidArgument(f"{len(buffers)} slots from {index} on are not in the table of {len(self._slots)}")
             for done, what in enumerate(buffers):
                 try:
