@@ -1,9 +1,10 @@
 """Extraction of buffers into scatterlists and page lists, and block I/O on them."""
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 import mmcore as mmc
-from mmcore import FOLL_WRITE, InvalidArgument, Memory, MMError, PageList
+from mmcore import BadPage, FOLL_WRITE, InvalidArgument, Memory, MMError, PageList
 from mmcore.drivers.bio import Bio, bio_release_pages
 from mmcore.drivers.iov import (ITER_DEST, ITER_SOURCE, extract_iter_to_sg, iov_iter_bvec, iov_iter_discard,
                                 iov_iter_extract_pages, iov_iter_extract_will_pin, iov_iter_folioq, iov_iter_init,
@@ -354,7 +355,7 @@ def test_a_table_is_as_it_was_after_a_refusal(mem):
     sgt = table(mem, 2)
     before = snapshot(sgt)
     other = Memory("4M")
-    it = iov_iter_bvec(ITER_SOURCE, [(mmc.alloc_page(mem), 0, 10), (mmc.alloc_page(other), 0, 10)])
+    it = iov_iter_bvec(ITER_SOURCE, [(mmc.alloc_page(other), 0, 10), (mmc.alloc_page(other), 0, 10)])
     with refused(mem, InvalidArgument, "another Memory"):
         extract_iter_to_sg(it, 100, sgt, 2)
     assert sgt.nents == 0 and snapshot(sgt)[1:] == before[1:] and it.count == 20
@@ -422,3 +423,85 @@ def test_an_iterator_says_what_is_left_and_which_memory_it_needs(mem):
     with refused(mem, InvalidArgument, "names no Memory: pass mem="):
         iov_iter_extract_pages(empty, PAGE, 1)
     assert iov_iter_extract_pages(empty, PAGE, 1, mem=mem) == (0, PageList(mem), 0)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "ab", (1,), (None, 0, 1), (1.5, 1), (True, 1), (-1, 1), (1 << 64, 1)])
+def test_segments_that_are_none(mem, wrong):
+    page = mmc.alloc_page(mem)
+    for make in (lambda: iov_iter_init(ITER_DEST, [(VA, 1), wrong]), lambda: iov_iter_kvec(ITER_DEST, mem, [(PAGE, 1), wrong]),
+                 lambda: iov_iter_bvec(ITER_DEST, [(page, 0, 1), wrong]), lambda: iov_iter_folioq(ITER_DEST, [page.folio, wrong], 0, 1),
+                 lambda: iov_iter_kvec(ITER_DEST, wrong, []), lambda: extract_iter_to_sg(wrong, 1, table(mem, 1), 1),
+                 lambda: extract_iter_to_sg(iov_iter_ubuf(ITER_DEST, VA, 1), 1, wrong, 1),
+                 lambda: iov_iter_extract_pages(wrong, 1, 1), lambda: mmc.iov_iter_extract_bvecs(wrong, 1, 1),
+                 lambda: mmc.iov_iter_extract_will_pin(wrong)):
+        with refused(mem, (TypeError, InvalidArgument)):
+            make()
+
+
+def test_pieces_that_leave_the_memory_or_are_of_two(mem):
+    """They are refused when the iterator is made: extraction would name pages that are others', or move on and then fail."""
+    last, there = mem.page(mem.nr_pages - 1), mmc.alloc_page(Memory("4M"))
+    with refused(mem, InvalidArgument, "leave the Memory"):
+        iov_iter_bvec(ITER_SOURCE, [(last, 1, PAGE)])
+    assert iov_iter_extract_pages(iov_iter_bvec(ITER_SOURCE, [(last, 0, PAGE)]), PAGE, 1)[0] == PAGE
+    for make, segments in ((iov_iter_bvec, ([(last, 0, 1), (there, 0, 1)],)), (iov_iter_folioq, ([last.folio, there.folio], 0, 1))):
+        with refused(mem, InvalidArgument, "two Memories"):
+            make(ITER_SOURCE, *segments)
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, None, "1", -1, np.float64(1)])
+def test_numbers_that_move_no_iterator(mem, wrong):
+    it = iov_iter_ubuf(ITER_DEST, VA, 10)
+    it.advance(np.uint8(5))
+    for call in (it.advance, it.revert, lambda n: mmc.iov_iter_extract_bvecs(it, 1, 1, mem=mem, mem_align_mask=n)):
+        with pytest.raises((TypeError, InvalidArgument)):
+            call(wrong)
+    assert (it.position, it.count) == (5, 5) and type(it.position) is int
+
+
+def test_pins_that_were_not_asked_for_are_given_back(mem):
+    def pin(of, nr):
+        pages = mmc.alloc_pages_bulk(of, nr)
+        mmc.grab_pages(pages)
+        return pages
+    other = Memory("4M")
+    for of, nr in ((mem, 3), (other, 1)):
+        it = iov_iter_ubuf(ITER_DEST, VA, PAGE)
+        with pytest.raises(InvalidArgument, match=f"returned {nr} pages"):
+            extract_iter_to_sg(it, PAGE, table(mem, 4), 4, pin=lambda *_: pin(of, nr))
+        assert it.count == PAGE and of.vmstat()["nr_foll_pin_acquired"] == of.vmstat()["nr_foll_pin_released"]
+    with pytest.raises(TypeError, match="a PageList from pin"):
+        iov_iter_extract_pages(iov_iter_ubuf(ITER_DEST, VA, 1), 1, 1, mem=mem, pin=lambda *_: [mem.zero_page])
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_bio_is_released_whole_or_not_at_all(mem, pinned):
+    bio, pages = Bio(mem, pins=pinned), mmc.alloc_pages_bulk(mem, 3)
+    for page in list(pages)[::2]:
+        bio.map_page(page, 100, 0)
+        bio.map_page(page, 100, 100)
+    bvecs = [list(bvec) for bvec in bio.bvecs]
+    release = mmc.unpin_user_page if pinned else mmc.put_page
+    release(pages[2])
+    if not pinned:
+        release(pages[2])
+    with refused(mem, BadPage):
+        bio_release_pages(bio, True)
+    assert bio.bvecs == bvecs
+
+
+@pytest.mark.parametrize("length, offset", [(1.5, 0), (True, 0), ("1", 0), (None, 0), (1, -1), (1, 0.0), (PAGE, 1), (0, 0), (-1, 0)])
+def test_pieces_that_are_no_part_of_a_page(mem, length, offset):
+    bio, page, there = Bio(mem), mmc.alloc_page(mem), mmc.alloc_page(Memory("4M"))
+    for call in (bio.map_page, bio.add_page):
+        with refused(mem, (TypeError, InvalidArgument)):
+            call(page, length, offset)
+        for other in (there, None, page.folio):
+            with refused(mem, (TypeError, InvalidArgument)):
+                call(other, 1, 0)
+    for wrong in (None, 5, "mem"):
+        with pytest.raises(TypeError):
+            Bio(wrong)
+        with pytest.raises(TypeError):
+            bio_release_pages(wrong)
+    assert bio.bvecs == []

@@ -8,9 +8,12 @@ Kernel: struct bio, struct bio_vec, bio_release_pages().
 from ..core.errors import InvalidArgument
 from ..core.folio import get_page, put_page, try_grab_folio
 from ..core.look import page_folio
+from ..core.memory import Memory, Page
+from ..core.pagelist import PageRanges
 from ..core.sgalloc import sg_alloc_table
 from ..core.sgiter import sg_set_page
-from ..core.unpin import unpin_user_folio, unpin_user_folio_dirty_locked
+from ..core.unpin import release_pages, unpin_user_page, unpin_user_pages_dirty_lock
+from .iov import _number
 
 __all__ = ["Bio", "bio_release_pages"]
 
@@ -24,20 +27,24 @@ class Bio:
     """
 
     def __init__(self, mem, *, pins=True):
-        mem.page(1)
-        self.mem, self.pins, self.bvecs = mem, pins, []
+        if not isinstance(mem, Memory):
+            raise TypeError(f"a Memory is wanted, not {mem!r}")
+        mem.page(1)             # raises when it is closed
+        self.mem, self.pins, self.bvecs = mem, bool(pins), []
 
-    def _drop(self, folio, pages):
-        if self.pins:
-            unpin_user_folio(folio, pages)
-        else:
-            for _ in range(pages):
-                put_page(folio.page)
+    def _piece(self, page, length, offset):
+        if not isinstance(page, Page):
+            raise TypeError(f"a Page is wanted, not {page!r}")
+        if page.mem is not self.mem:
+            raise InvalidArgument("the page belongs to another Memory than the bio", pfn=page.pfn)
+        length, offset = _number(length, "length"), _number(offset, "offset")
+        if not 0 < length <= self.mem.page_size - offset:
+            raise InvalidArgument(f"{length} bytes at offset {offset} are no piece of a page of {self.mem.page_size}", pfn=page.pfn)
+        return length, offset
 
     def map_page(self, page, length, offset):
         """Take a pin or reference on one page and add a piece of it (bio_map_user_iov, a page at a time)."""
-        if not 0 < length <= self.mem.page_size - offset or offset < 0:
-            raise InvalidArgument(f"{length} bytes at offset {offset} are no piece of a page")
+        length, offset = self._piece(page, length, offset)
         if self.pins:
             try_grab_folio(page_folio(page), 1)
         else:
@@ -50,16 +57,17 @@ class Bio:
         It joins the piece before when it starts where that ends. Within one page the second pin is then dropped at
         once: a piece has one for each page it touches, and release counts pages.
         """
+        length, offset = self._piece(page, length, offset)
         shift = self.mem.page_size.bit_length() - 1
         start = (page.pfn << shift) + offset
         if self.bvecs:
             last = self.bvecs[-1]
             end = (last[0] << shift) + last[1] + last[2]
             if end == start and last[2] + length <= BVEC_MOST and self._one_map(last[0], page.pfn):
-                last[2] += length
                 # The page of the last byte, not of the piece's first page: a piece may span a folio.
                 if (end - 1) >> shift == page.pfn:
-                    self._drop(page_folio(page), 1)
+                    (unpin_user_page if self.pins else put_page)(page)
+                last[2] += length
                 return
         self.bvecs.append([page.pfn, offset, length])
 
@@ -77,18 +85,18 @@ class Bio:
 
 
 def bio_release_pages(bio, mark_dirty=False):
-    """Give back what the bio holds: for each folio of each piece as many pins as pages touched; dirty first if asked."""
+    """Give back what the bio holds: for each piece a pin a page that it touches; dirty first if asked, pinned pages only.
+
+    All or nothing: raises BadPage when pins are missing, and the bio keeps its pieces.
+    """
+    if not isinstance(bio, Bio):
+        raise TypeError(f"a Bio is wanted, not {bio!r}")
     page_size = bio.mem.page_size
-    for pfn, offset, length in bio.bvecs:
-        first = pfn + offset // page_size
-        # By the bytes touched: a length of one page that starts within a page touches two.
-        end = pfn + (offset + length - 1) // page_size + 1
-        while first < end:
-            folio = bio.mem.folio(first)
-            pages = min(end, folio.pfn + folio.nr_pages) - first
-            if mark_dirty and bio.pins:
-                unpin_user_folio_dirty_locked(folio, pages, True)
-            else:
-                bio._drop(folio, pages)
-            first += pages
+    # By the bytes touched: a length of one page that starts within a page touches two.
+    pages = PageRanges(bio.mem, [pfn for pfn, _, _ in bio.bvecs],
+                       [(offset + length - 1) // page_size + 1 for _, offset, length in bio.bvecs])
+    if bio.pins:
+        unpin_user_pages_dirty_lock(pages, None, mark_dirty)
+    else:
+        release_pages(pages)
     bio.bvecs = []

@@ -15,8 +15,9 @@ from bisect import bisect_right
 
 from ..core.errors import InvalidArgument, MMError
 from ..core.folio import FOLL
+from ..core.memory import Folio, Memory, Page
 from ..core.pagelist import PageList
-from ..core.scatterlist import SGAppendTable
+from ..core.scatterlist import SGAppendTable, SGTable
 from ..core.sgiter import sg_set_folio, sg_set_page
 from ..core.unpin import unpin_user_pages
 
@@ -68,13 +69,15 @@ class IovIter:
 
     def advance(self, n):
         """Pass over n bytes. Raises InvalidArgument beyond the end."""
-        if not 0 <= n <= self.count:
+        n = _number(n, "n")
+        if n > self.count:
             raise InvalidArgument(f"advance by {n} of {self.count} bytes")
         self.position += n
 
     def revert(self, n):
         """Go back by n bytes. Raises InvalidArgument before the start."""
-        if not 0 <= n <= self.position:
+        n = _number(n, "n")
+        if n > self.position:
             raise InvalidArgument(f"revert by {n} of {self.position} bytes")
         self.position -= n
 
@@ -90,8 +93,34 @@ class IovIter:
         return f"<IovIter {self.kind}, {self.count} bytes left of {len(self.segments)} segments>"
 
 
+def _of(value, kind, what):
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} is wanted, not {value!r}")
+    return value
+
+
+def _tuples(segments, names):
+    """Yield each segment as a tuple of as many parts as names."""
+    for segment in segments:
+        try:
+            parts = tuple(segment)
+        except TypeError:
+            parts = ()
+        if len(parts) != len(names):
+            raise TypeError(f"a segment is ({', '.join(names)}), not {segment!r}")
+        yield parts
+
+
+def _one_memory(parts):
+    """Refuse pages, or folios, of several Memories: extraction names them by PFN."""
+    for part in parts:
+        if part.mem is not parts[0].mem:
+            raise InvalidArgument("the segments belong to two Memories", pfn=part.pfn)
+
+
 def _pairs(segments, what):
-    segments = [(_number(at, f"{what} address"), _number(length, f"{what} length")) for at, length in segments]
+    segments = [(_number(at, f"{what} address"), _number(length, f"{what} length"))
+                for at, length in _tuples(segments, ("address", "length"))]
     for at, length in segments:
         if at + length > 1 << 64:
             raise InvalidArgument(f"{length} bytes at {at:#x} leave the address space", addr=at)
@@ -101,7 +130,7 @@ def _pairs(segments, what):
 def iov_iter_ubuf(direction, addr, count):
     """Return an iterator over one user buffer."""
     segments = _pairs([(addr, count)], "user")
-    return IovIter("user", direction, segments, [count])
+    return IovIter("user", direction, segments, [segments[0][1]])
 
 
 def iov_iter_init(direction, iovec):
@@ -112,6 +141,7 @@ def iov_iter_init(direction, iovec):
 
 def iov_iter_kvec(direction, mem, kvec):
     """Return an iterator over kernel buffers: (physical address, length) pairs of a Memory, struct kvec."""
+    _of(mem, Memory, "a Memory")
     segments = _pairs(kvec, "kernel")
     for at, length in segments:
         if length and (not mem.pfn_valid(at // mem.page_size) or not mem.pfn_valid((at + length - 1) // mem.page_size)):
@@ -123,13 +153,19 @@ def iov_iter_kvec(direction, mem, kvec):
 
 def iov_iter_bvec(direction, bvecs):
     """Return an iterator over pieces of pages: (page, offset, length) each, struct bio_vec; a piece may span pages."""
-    segments = [(page, _number(offset, "offset"), _number(length, "length")) for page, offset, length in bvecs]
+    segments = [(_of(page, Page, "a Page"), _number(offset, "offset"), _number(length, "length"))
+                for page, offset, length in _tuples(bvecs, ("page", "offset", "length"))]
+    _one_memory([page for page, _, _ in segments])
+    for page, offset, length in segments:
+        if length and not page.mem.pfn_valid(page.pfn + (offset + length - 1) // page.mem.page_size):
+            raise InvalidArgument(f"{length} bytes at offset {offset} of PFN {page.pfn:#x} leave the Memory", pfn=page.pfn)
     return IovIter("bvec", direction, segments, [length for _, _, length in segments])
 
 
 def iov_iter_folioq(direction, folios, first_offset, count):
     """Return an iterator over whole folios, from first_offset in the first of them on (a folio queue, a page cache)."""
-    folios = list(folios)
+    folios = [_of(folio, Folio, "a Folio") for folio in folios]
+    _one_memory(folios)
     return IovIter("folioq", direction, folios, [folio.nr_pages * folio.mem.page_size for folio in folios],
                    skip=_number(first_offset, "first_offset"), count=_number(count, "count"))
 
@@ -141,20 +177,24 @@ def iov_iter_discard(direction, count):
 
 def iov_iter_extract_will_pin(it):
     """Tell whether extraction pins pages, which the caller then unpins: user buffers only."""
-    return it.kind == "user"
+    return _of(it, IovIter, "an IovIter").kind == "user"
 
 
 # ---- user pages -----------------------------------------------------------------------------------------------------
-def _pin_segment(it, page_size, maxsize, maxpages, pin):
+def _pin_segment(it, mem, maxsize, maxpages, pin):
     """Pin pages of the current user segment: (bytes, PageList, in-page offset of the first). Moves nothing."""
     if pin is None:
         raise InvalidArgument("user buffers need pin=: a function (addr, nr_pages, gup_flags) that returns a PageList of "
                               "pinned pages")
+    page_size = mem.page_size
     (addr, _), passed, left = it.segment()
     addr += passed
     offset = addr % page_size
     nr = min(-(-(offset + min(left, maxsize)) // page_size), maxpages)
-    pages = pin(addr - offset, nr, FOLL.WRITE if it.direction == ITER_DEST else FOLL(0))
+    pages = _of(pin(addr - offset, nr, FOLL.WRITE if it.direction == ITER_DEST else FOLL(0)), PageList, "a PageList from pin()")
+    if len(pages) > nr or pages.mem is not mem:
+        unpin_user_pages(pages)
+        raise InvalidArgument(f"pin() returned {len(pages)} pages of {pages.mem!r}, and was asked for {nr} of {mem!r}: they are unpinned")
     return min(left, maxsize, len(pages) * page_size - offset) if len(pages) else 0, pages, offset
 
 
@@ -169,6 +209,8 @@ def extract_iter_to_sg(it, maxsize, sgt, sg_max, *, pin=None):
 
     Raises MMError(EIO) for an iterator without bytes, InvalidArgument when sg_max exceeds the table's room.
     """
+    _of(it, IovIter, "an IovIter")
+    _of(sgt, SGTable, "an SGTable")
     maxsize, sg_max = min(_number(maxsize, "maxsize"), it.count), _number(sg_max, "sg_max")
     if it.kind == "discard":
         raise MMError(errno.EIO, "nothing can be extracted from a discarding iterator")
@@ -198,7 +240,7 @@ def extract_iter_to_sg(it, maxsize, sgt, sg_max, *, pin=None):
 
 def _user_to_sg(it, maxsize, sgt, sg_max, pin, pinned):
     page_size = sgt.mem.page_size
-    n, pages, offset = _pin_segment(it, page_size, maxsize, sg_max, pin)
+    n, pages, offset = _pin_segment(it, sgt.mem, maxsize, sg_max, pin)
     if not len(pages):
         return 0
     pinned.append(pages)
@@ -251,6 +293,9 @@ def iov_iter_extract_pages(it, maxsize, maxpages, *, mem=None, pin=None):
     User buffers: one segment, pinned by `pin`. Others: as long as pieces join at page boundaries; no references are
     taken. Empty segments are passed over. mem is needed for user buffers. Raises MMError(EFAULT) for a discarding one.
     """
+    _of(it, IovIter, "an IovIter")
+    if mem is not None:
+        _of(mem, Memory, "a Memory")
     maxsize, maxpages = min(_number(maxsize, "maxsize"), it.count, MAX_RW_COUNT), _number(maxpages, "maxpages")
     if it.kind == "discard":
         raise MMError(errno.EFAULT, "a discarding iterator has no pages")
@@ -259,7 +304,7 @@ def iov_iter_extract_pages(it, maxsize, maxpages, *, mem=None, pin=None):
     if it.kind == "user":
         if mem is None:
             raise InvalidArgument("user buffers need mem=: whose pages they are")
-        n, pages, offset = _pin_segment(it, mem.page_size, maxsize, maxpages, pin)
+        n, pages, offset = _pin_segment(it, mem, maxsize, maxpages, pin)
         it.advance(n)
         return n, pages, offset
     mem = _mem_of(it)
@@ -288,7 +333,10 @@ def iov_iter_extract_bvecs(it, max_size, max_vecs, *, mem=None, pin=None, mem_al
     there on are unpinned, and the iterator stays before them. Raises InvalidArgument where address or length does not fit
     mem_align_mask; MMError(EFAULT) for no bytes, and for a discarding iterator. Kernel: the function of 7.0.
     """
-    if not it.count or not _number(max_size, "max_size") or not _number(max_vecs, "max_vecs"):
+    _of(it, IovIter, "an IovIter")
+    max_size, max_vecs, mem_align_mask = (_number(max_size, "max_size"), _number(max_vecs, "max_vecs"),
+                                          _number(mem_align_mask, "mem_align_mask"))
+    if not it.count or not max_size or not max_vecs:
         raise MMError(errno.EFAULT, "no bytes to extract, or no room for pieces")
     if mem_align_mask and it.kind != "discard":
         segment, passed, left = it.segment()
