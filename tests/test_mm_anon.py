@@ -353,3 +353,23 @@ def test_moves_that_cannot_be(mem, mm):
         with refused(mem, (MMError, InvalidArgument), errno=number):
             mm.mremap(*args)
     assert [(vma.start, vma.end) for vma in mm.vmas] == [(a, a + 2 * PAGE), (a + 3 * PAGE, a + 4 * PAGE)]
+
+
+@pytest.mark.parametrize("order", [4, 9])
+@pytest.mark.parametrize("file", [False, True])
+@pytest.mark.parametrize("new_order", [0, 2])
+def test_split_of_a_mapped_folio_that_the_caller_does_not_hold(order, file, new_order):
+    """The mappings' references are all there is: taking them away to split would free the folio under its owner."""
+    with Memory("64M", mthp=(4,), shmem_thp="always", thp="always") as mem, MM(mem) as mm:
+        size = PAGE << order
+        addr = mm.mmap(size, flags=mmc.MAP_SHARED, file=mmc.File(mem, HUGE)) if file else mm.mmap(size)
+        mm.write(addr, b"x" * size)
+        folio = mm.page_at(addr).folio
+        assert folio.order == (9 if file else order)
+        with refused(mem, MMError, "the caller holds none of its own"):
+            mmc.folio_split(folio, new_order)
+        assert mm.rss == size // PAGE and mm.read(addr, size) == b"x" * size
+        mmc.folio_get(folio)
+        for piece in mmc.folio_split(folio, new_order):
+            mmc.folio_put(piece)
+        assert mm.read(addr, size) == b"x" * size and mm.page_at(addr).folio.order == new_order

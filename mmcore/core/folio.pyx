@@ -477,9 +477,10 @@ def folio_split(folio, new_order=0):
     if error == -ENOMEM:
         raise MMError(_errno.ENOMEM, f"no frame for the page table that splitting a leaf on the folio at PFN {pfn:#x} takes", pfn=pfn)
     if error == -EAGAIN:
-        raise MMError(_errno.EAGAIN, f"the folio at PFN {pfn:#x} has {<int32_t>refs_load(&mem.m.map[pfn])} references "
-                                     f"(pincount {<int32_t>pincount_load(&mem.m.map[pfn])}) and {expected_refs(&mem.m, pfn) + 1} "
-                                     "are expected: somebody else holds or pins it; release that first", pfn=pfn)
+        refs, wants = <int32_t>refs_load(&mem.m.map[pfn]), expected_refs(&mem.m, pfn) + 1
+        why = "the caller holds none of its own: folio_get() first" if refs < wants else "somebody else holds or pins it; release that first"
+        raise MMError(_errno.EAGAIN, f"the folio at PFN {pfn:#x} has {refs} references (pincount "
+                                     f"{<int32_t>pincount_load(&mem.m.map[pfn])}) and {wants} are expected: {why}", pfn=pfn)
     return [folio_handle(mem, at) for at in range(pfn, pfn + (ONE << order), ONE << wanted)]
 
 

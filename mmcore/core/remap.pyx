@@ -9,7 +9,7 @@ from libc.errno cimport EAGAIN, EBUSY, ENOMEM
 from mmcore.core.buddy cimport free_folio
 from mmcore.core.fault cimport vma_entry_bits
 from mmcore.core.filemap cimport file_write_page
-from mmcore.core.folio cimport folio_arg, ref_add_unless_zero, split
+from mmcore.core.folio cimport expected_refs, folio_arg, ref_add_unless_zero, refs_load, split
 from mmcore.core.lock cimport clear_dirty, mark_dirty, trylock, unlock
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *
@@ -181,6 +181,11 @@ cdef void unmap_file_folio(file_t *f, uint64_t head) noexcept nogil:
     rmap_walk_file(f, a64_load_relaxed(&f.m.map[head].index), r.nr, clear_stretch, &r)
 
 # ---- split -------------------------------------------------------------------------------------------------------------------
+cdef bint callers_alone(mem_t *m, uint64_t head) noexcept nogil:
+    """One reference beside those of mappings and the cache: the caller's. Looked at before anything is unmapped, since
+    without it the last mapping that goes takes the folio along."""
+    return <int32_t>refs_load(&m.map[head]) == <int32_t>expected_refs(m, head) + 1
+
 cdef int split_mapped(mem_t *m, uint64_t head, unsigned new_order) noexcept nogil:
     """split() of a folio that page tables map: unmap, split, map the pieces."""
     cdef page_t *page = &m.map[head]
@@ -192,6 +197,8 @@ cdef int split_mapped(mem_t *m, uint64_t head, unsigned new_order) noexcept nogi
     if maybe_dma_pinned(page):
         return -EAGAIN
     if mapping & FOLIO_MAPPING_ANON:
+        if not callers_alone(m, head):
+            return -EAGAIN
         error = unmap_folio(m, head)
         if error:
             return -EAGAIN if error == -EBUSY else error
@@ -204,6 +211,8 @@ cdef int split_mapped(mem_t *m, uint64_t head, unsigned new_order) noexcept nogi
     pthread_mutex_lock(&f.lock)
     if a64_load_relaxed(&page.mapping) != mapping:
         error = -EBUSY
+    elif not callers_alone(m, head):
+        error = -EAGAIN
     else:
         unmap_file_folio(f, head)
         error = split(m, head, new_order)
