@@ -3,13 +3,12 @@ from libc.errno cimport EEXIST, EFAULT, EINVAL
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from mmcore.core.fault cimport note_anon, vma_entry_bits, written_bits
 from mmcore.core.folio cimport count_arg, refs_load
-from mmcore.core.hugetlb cimport vma_level
 from mmcore.core.mm cimport MM
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *
 from mmcore.core.space cimport *
 from mmcore.core.vma cimport vma_lookup
-from mmcore.core.zap cimport rss_add
+from mmcore.core.zap cimport rss_add, vma_level
 
 
 import numpy as np

@@ -15,7 +15,7 @@ from mmcore.core.folio cimport count_arg, put_refs, split
 from mmcore.core.lock cimport mark_dirty
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *
-from mmcore.core.zap cimport zap_begin, zap_end, zap_range, zap_t
+from mmcore.core.zap cimport zap_begin, zap_end, zap_hugetlb, zap_range, zap_t
 
 import errno as _errno
 
@@ -43,6 +43,9 @@ cdef int unmap_stretch(mm_t *mm, vma_t *v, uint64_t addr, uint64_t first, uint64
     e = a64_load_acquire(walk_find(&mm.pgd, end - 1, &level, &table))
     if level > 0 and pte_leaf(e, level):
         end = (end + level_size(&mm.pgd, level) - 1) & ~(level_size(&mm.pgd, level) - 1)
+    if v.flags & VM_HUGETLB:
+        zap_hugetlb(mm, v, addr, end)
+        return 0
     zap_begin(&z, mm)
     zap_range(&z, v, addr, end)
     zap_end(&z)

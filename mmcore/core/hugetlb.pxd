@@ -10,11 +10,6 @@ from libc.stdint cimport int64_t, uint64_t
 from mmcore.core.space cimport *
 from mmcore.core.pgtable cimport pgd_t
 
-cdef inline int vma_level(const mm_t *mm, const vma_t *v) noexcept nogil:
-    """The level of this hugetlb VMA's leaves."""
-    return 1 if v.order == mm.pgd.bits else 2
-
 cdef int hugetlb_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noexcept nogil
 cdef uint64_t hugetlb_copy(mm_t *mm, uint64_t source, unsigned order, bint reserved, uint64_t index, uint64_t mapping) noexcept nogil
-cdef uint64_t hugetlb_missing(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil   # pages that are not its own
 cdef int hugetlb_reserve_file(file_t *f, uint64_t index, uint64_t nr) noexcept nogil     # huge indices; all or nothing

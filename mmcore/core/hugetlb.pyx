@@ -6,7 +6,7 @@ from mmcore.core.filemap cimport file_page
 from mmcore.core.lock cimport mark_dirty
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *
-from mmcore.core.zap cimport zap_begin, zap_end, zap_one, zap_t
+from mmcore.core.zap cimport vma_level, zap_begin, zap_end, zap_one, zap_t
 
 cdef uint64_t huge_new(mm_t *mm, unsigned order, bint reserved, uint64_t index, uint64_t mapping) noexcept nogil:
     """A folio of the pool as an exclusive anonymous one, mapped once; or 0."""
@@ -121,16 +121,6 @@ cdef int hugetlb_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noexce
     if v.file != NULL:
         pthread_mutex_unlock(&v.file.lock)
     return error
-
-cdef uint64_t hugetlb_missing(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil:
-    cdef int level
-    cdef uint64_t table, e, missing = 0, size = (ONE << v.order) << mm.m.page_shift
-    while start < end:
-        level = vma_level(mm, v)
-        e = a64_load_acquire(walk_find(&mm.pgd, start, &level, &table))
-        missing += level != vma_level(mm, v) or e == 0 or not folio_is_anon(&mm.m.map[pte_pfn(e)])
-        start += size
-    return missing
 
 cdef int hugetlb_reserve_file(file_t *f, uint64_t index, uint64_t nr) noexcept nogil:
     """Promise pages for the holes of a range of a file; beyond its end there is nothing to promise."""

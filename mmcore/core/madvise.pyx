@@ -1,15 +1,13 @@
 """madvise and clear_refs."""
 from libc.errno cimport EFAULT, EINVAL, ENOMEM
 from mmcore.core.access cimport page_at_addr, touch_pages
-from mmcore.core.buddy cimport reserve_hugetlb
 from mmcore.core.collapse cimport collapse_range
 from mmcore.core.folio cimport ref_add_positive
-from mmcore.core.hugetlb cimport hugetlb_missing
 from mmcore.core.pgtable cimport *
 from mmcore.core.remap cimport reclaim_folio
 from mmcore.core.rmap cimport *
 from mmcore.core.vma cimport range_hole, vma_find, vma_granule, vma_isolate, vma_merge
-from mmcore.core.zap cimport put_mapping, split_at, zap_begin, zap_end, zap_range, zap_t
+from mmcore.core.zap cimport put_mapping, split_at, zap_begin, zap_end, zap_hugetlb, zap_range, zap_t
 
 # ---- flags of VMAs: under mmap_lock for writing -------------------------------------------------------------------------
 cdef int advise_flags(mm_t *mm, uint64_t start, uint64_t end, int advice) noexcept nogil:
@@ -46,23 +44,6 @@ cdef int advise_flags(mm_t *mm, uint64_t start, uint64_t end, int advice) noexce
     return 0
 
 # ---- DONTNEED, FREE --------------------------------------------------------------------------------------------------------
-cdef int drop_hugetlb(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil:
-    """Pages go back to their pool; a VMA that promised its pages promises these again, or, when somebody was faster, no more."""
-    cdef zap_t z
-    cdef uint64_t missing = hugetlb_missing(mm, v, start, end)
-    cdef int64_t again
-    zap_begin(&z, mm)
-    zap_range(&z, v, start, end)
-    zap_end(&z)
-    if v.flags & VM_HUGE_RESV:
-        again = <int64_t>(hugetlb_missing(mm, v, start, end) - missing)
-        if again and reserve_hugetlb(mm.m, v.order, again) != 0:
-            reserve_hugetlb(mm.m, v.order, again - <int64_t>hugetlb_missing(mm, v, v.start, v.end))
-            pthread_mutex_lock(&mm.rmap_lock)
-            v.flags &= ~VM_HUGE_RESV
-            pthread_mutex_unlock(&mm.rmap_lock)
-    return 0
-
 cdef int advise_dontneed(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil:
     cdef zap_t z
     cdef int error
@@ -72,7 +53,11 @@ cdef int advise_dontneed(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexc
         if start & (vma_granule(mm, v) - 1):
             return -EINVAL
         end &= ~(vma_granule(mm, v) - 1)
-        return drop_hugetlb(mm, v, start, end) if start < end else 0
+        if start < end:
+            pthread_mutex_lock(&mm.rmap_lock)
+            zap_hugetlb(mm, v, start, end)
+            pthread_mutex_unlock(&mm.rmap_lock)
+        return 0
     error = split_at(mm, v, start)
     if error == 0:
         error = split_at(mm, v, end) if end < v.end else 0

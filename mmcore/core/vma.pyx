@@ -3,9 +3,8 @@ from libc.errno cimport EINVAL, ENOMEM
 from libc.string cimport memmove
 from mmcore.core.buddy cimport reserve_hugetlb
 from mmcore.core.filemap cimport file_add_mm, file_del_mm
-from mmcore.core.hugetlb cimport hugetlb_missing
 from mmcore.core.pgtable cimport *
-from mmcore.core.zap cimport split_at, zap_begin, zap_end, zap_range, zap_t
+from mmcore.core.zap cimport hugetlb_missing, split_at, zap_begin, zap_end, zap_range, zap_t
 
 cdef enum:
     MMAP_MIN_ADDR = 0x10000
@@ -166,7 +165,12 @@ cdef void unmap_vmas(mm_t *mm, uint64_t first, uint64_t last) noexcept nogil:
     for i in range(first, last):
         v = &mm.vma[i]
         if v.flags & VM_HUGE_RESV:
-            reserve_hugetlb(mm.m, v.order, -<int64_t>hugetlb_missing(mm, v, v.start, v.end))
+            # A truncation of its file, which comes from the other side, promises again what it takes, or ends the promise.
+            pthread_mutex_lock(&mm.rmap_lock)
+            if v.flags & VM_HUGE_RESV:
+                reserve_hugetlb(mm.m, v.order, -<int64_t>hugetlb_missing(mm, v, v.start, v.end))
+                v.flags &= ~VM_HUGE_RESV
+            pthread_mutex_unlock(&mm.rmap_lock)
         if v.flags & VM_LOCKED:
             a64_fetch_add_relaxed(&mm.locked_vm, <uint64_t>-<int64_t>((v.end - v.start) >> mm.m.page_shift))
         zap_begin(&z, mm)

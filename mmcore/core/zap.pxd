@@ -25,6 +25,10 @@ cdef struct zap_t:              # one zap, from its first entry to the freeing a
     int64_t shmem
     int64_t swapped
 
+cdef inline int vma_level(const mm_t *mm, const vma_t *v) noexcept nogil:
+    """The level of this hugetlb VMA's leaves."""
+    return 1 if v.order == mm.pgd.bits else 2
+
 cdef void zap_begin(zap_t *z, mm_t *mm) noexcept nogil
 cdef void zap_range(zap_t *z, vma_t *v, uint64_t start, uint64_t end) noexcept nogil
 cdef void zap_end(zap_t *z) noexcept nogil
@@ -33,3 +37,6 @@ cdef int split_at(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil        # no 
 cdef void rss_add(mm_t *mm, uint64_t head, int64_t pages) noexcept nogil   # by what the folio is
 cdef int put_mapping(mem_t *m, uint64_t head, uint32_t refs) noexcept nogil
 cdef void zap_one(zap_t *z, uint64_t e, int level) noexcept nogil          # an entry that was taken out already
+cdef uint64_t hugetlb_missing(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil   # pages that are not its own
+# Of a VMA that stays, under rmap_lock: what it loses, its pool promises it again, or else nothing any more.
+cdef void zap_hugetlb(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil

@@ -1,6 +1,6 @@
 """Unmapping."""
 from libc.errno cimport ENOMEM
-from mmcore.core.buddy cimport free_folio
+from mmcore.core.buddy cimport free_folio, reserve_hugetlb
 from mmcore.core.folio cimport FREED, put_refs
 from mmcore.core.frames cimport give_huge, give_pages
 from mmcore.core.lock cimport mark_dirty
@@ -233,6 +233,31 @@ cdef void zap_table(zap_t *z, uint64_t table, int level, uint64_t start, uint64_
 
 cdef void zap_range(zap_t *z, vma_t *v, uint64_t start, uint64_t end) noexcept nogil:
     zap_table(z, z.mm.pgd.top, z.mm.pgd.levels - 1, start, end)
+
+# ---- hugetlb ----------------------------------------------------------------------------------------------------------
+cdef uint64_t hugetlb_missing(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil:
+    cdef int level
+    cdef uint64_t table, e, missing = 0, size = (ONE << v.order) << mm.m.page_shift
+    while start < end:
+        level = vma_level(mm, v)
+        e = a64_load_acquire(walk_find(&mm.pgd, start, &level, &table))
+        missing += level != vma_level(mm, v) or e == 0 or not folio_is_anon(&mm.m.map[pte_pfn(e)])
+        start += size
+    return missing
+
+cdef void zap_hugetlb(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept nogil:
+    cdef zap_t z
+    cdef uint64_t missing = hugetlb_missing(mm, v, start, end)
+    cdef int64_t again
+    zap_begin(&z, mm)
+    zap_range(&z, v, start, end)
+    zap_end(&z)
+    if v.flags & VM_HUGE_RESV:
+        again = <int64_t>(hugetlb_missing(mm, v, start, end) - missing)
+        if again and reserve_hugetlb(mm.m, v.order, again) != 0:
+            # Somebody was faster, or its pages are pinned.
+            reserve_hugetlb(mm.m, v.order, again - <int64_t>hugetlb_missing(mm, v, v.start, v.end))
+            v.flags &= ~VM_HUGE_RESV
 
 # ---- splitting leaves -------------------------------------------------------------------------------------------------
 cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
