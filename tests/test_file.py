@@ -556,3 +556,12 @@ def test_a_shared_huge_page_that_was_read_only_is_written_again(mm):
     mm.mprotect(a, HUGE, mmc.PROT_READ | mmc.PROT_WRITE)
     mm.write(a, b"3")
     assert file.read(0, 1) == b"3" and mm.page_at(a).folio.dirty
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4", "fsdax", "hugetlbfs", "iomem"])
+@pytest.mark.parametrize("offset", [(1 << 64) - 1, (1 << 64) - PAGE, 1 << 63, (1 << 62) + 1])
+def test_writing_where_the_end_wraps(mem, kind, offset):
+    file = File(mem, HUGE, kind, device=mem.devices[2] if kind == "fsdax" else None)
+    with refused(mem, (InvalidArgument, MMError)):
+        file.write(offset, bytes(PAGE + 2))
+    assert file.size == HUGE and file.read(offset, 2) == b""

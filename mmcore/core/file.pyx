@@ -187,7 +187,7 @@ cdef class File:
         Raises MMError: EINVAL for secretmem and pfnmap, EFBIG past the end of files that cannot grow, ENOMEM.
         """
         cdef file_t *f = self.ptr()
-        cdef uint64_t at = count_arg(offset, "offset", 0, ~<uint64_t>0)
+        cdef uint64_t at = count_arg(offset, "offset", 0, ONE << 62)        # the end does not wrap
         data = memoryview(data).cast("B")
         if at + len(data) > f.size:
             if f.kind != FILE_TMPFS and f.kind != FILE_EXT4:
