@@ -251,6 +251,16 @@ def test_a_failure_at_any_step_leaves_nothing(site, huge):
     assert passed and (hit or site in ("frame", "table"))
 
 
+def test_unregistering_without_memory():
+    mem, mm = base()
+    table = BufferTable(mm)
+    table.register([(mapped(mm, PAGE), PAGE)])
+    with nothing_kept(mem, mm), mem.inject("alloc"), pytest.raises(MMError, match="Nothing was changed") as caught:
+        table.unregister()
+    assert caught.value.errno == errno.ENOMEM and table.charged == 1
+    table.unregister()
+
+
 def test_release_of_pins_that_somebody_dropped():
     mem, mm = base()
     addr = mapped(mm, 30 * PAGE)

@@ -328,7 +328,7 @@ cdef object release_buffers(Memory mem, list buffers):
         return
     u = <buffer_t **>mem_malloc(&mem.m, n * sizeof(buffer_t *))
     if u == NULL:
-        raise MemoryError()
+        raise MMError(_errno.ENOMEM, f"no memory to release {n} buffers at once. Nothing was changed")
     for i in range(n):
         buf = buffers[i]
         u[i] = &buf.u
@@ -414,7 +414,7 @@ def io_check_coalesce_buffer(pages):
     try:
         for i in range(plist.n):
             if not add_run(m, &u, plist.p[i], 1):
-                raise MemoryError()
+                raise MMError(_errno.ENOMEM, "no memory to note the runs of the pages")
         fits = check_coalesce(m.map, &u, &nr_folios, &folio_pages, &head_pages, &first_idx)
     finally:
         free(u.run)
