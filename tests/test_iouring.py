@@ -251,6 +251,29 @@ def test_a_failure_at_any_step_leaves_nothing(site, huge):
     assert passed and (hit or site in ("frame", "table"))
 
 
+@pytest.mark.parametrize("update", [False, True])
+def test_giving_up_takes_no_memory(update):
+    """What was pinned for a call that fails goes back also when nothing more can be allocated."""
+    for nth in range(1, 30):
+        mem, mm = base()
+        addr, table = mapped(mm, 4 * PAGE), BufferTable(mm)
+        if update:
+            table.register([(addr, PAGE), (addr + PAGE, PAGE)])
+        before, kept = pins(mem), table.buffers
+        with mem.inject("alloc", nth) as site, pytest.raises(MMError):
+            if update:
+                table.update(0, [(addr + 2 * PAGE, 2 * PAGE)])
+                raise MMError(0, "it was updated")
+            table.register([(addr, 4 * PAGE), (addr, PAGE), (0x10000, PAGE)])
+        if update and not site.fired:
+            break
+        assert (pins(mem), table.buffers, table.charged, mm.pinned_vm) == (before, kept, len(kept), len(kept))
+        mem.check()
+        if not site.fired:
+            break
+    assert nth > 2 and not site.fired
+
+
 def test_unregistering_without_memory():
     mem, mm = base()
     table = BufferTable(mm)

@@ -89,6 +89,15 @@ cdef class Charges:
             self.pages -= pages
         a64_fetch_add_relaxed(&mm.mm.pinned_vm, <uint64_t>-<int64_t>pages)
 
+    cdef void end(self, uint64_t buffers, uint64_t pages):
+        """So many buffers are gone, and with them so many pages."""
+        self.uncharge(pages)
+        self.nr_buffers -= buffers
+        if self.nr_buffers == 0 and self.uses.size:
+            memset(self.uses.head, 0, self.uses.size * sizeof(uint64_t))
+            memset(self.uses.count, 0, self.uses.size * sizeof(uint64_t))
+            self.uses.filled = 0
+
 
 def user_locked_vm(mem, user="root"):
     """Return the pages that a user's tables have locked (user_struct.locked_vm); holders of CAP_IPC_LOCK are not counted."""
@@ -381,12 +390,7 @@ cdef object release_buffers(Memory mem, list buffers):
             raise_pending()
         raise bad_page(mem, b.error, b.bad_pfn, b.bad_count, "unregistering buffers")
     for charges, count in left.items():
-        charges.uncharge(pages[charges])
-        charges.nr_buffers -= count
-        if charges.nr_buffers == 0 and charges.uses.size:
-            memset(charges.uses.head, 0, charges.uses.size * sizeof(uint64_t))
-            memset(charges.uses.count, 0, charges.uses.size * sizeof(uint64_t))
-            charges.uses.filled = 0
+        charges.end(count, pages[charges])
 
 
 def io_check_coalesce_buffer(pages):
@@ -439,8 +443,25 @@ def hold_buffers(buffers):
                 buf.refs += 1
 
 
+def forget_buffers(buffers):
+    """Give up buffers that are in no table yet, when what they were made with fails; needs no memory, and cannot fail."""
+    cdef RegisteredBuffer buf
+    cdef uint64_t pages
+    cdef mem_t *m
+    with _shared_lock:
+        for buf in buffers:
+            if buf is not None:
+                m = buf.mem.enter()
+                if mm_unlikely(pin_watchers):
+                    tell_bvecs(buf, -1)
+                pages = unuse_folios(m, &buf.charges.uses, &buf.u, ~<uint64_t>0)
+                drop_quietly(m, &buf.u)
+                buf.mem.leave()
+                buf.charges.end(1, pages)
+
+
 def drop_buffers(Memory mem not None, buffers):
-    """Take buffers out of a table, or give up those that are in none yet; release those that no other table has.
+    """Take buffers out of a table; release those that no other table has.
 
     All or nothing: raises BadPage, MMError(ENOMEM).
     """
@@ -448,9 +469,9 @@ def drop_buffers(Memory mem not None, buffers):
     with _shared_lock:
         dying = []
         for buf in buffers:
-            if buf is not None and buf.refs <= 1:
+            if buf is not None and buf.refs == 1:
                 dying.append(buf)
         release_buffers(mem, dying)
         for buf in buffers:
-            if buf is not None and buf.refs:
+            if buf is not None:
                 buf.refs -= 1

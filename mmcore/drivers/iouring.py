@@ -14,7 +14,7 @@ from ..core.errors import InvalidArgument, MMError
 from ..core.mm import MM
 from .iobuffer import *
 from .iobuffer import __all__ as _iobuffer
-from .iobuffer import buffer_arg, drop_buffers, hold_buffers, new_buffer, new_charges
+from .iobuffer import buffer_arg, drop_buffers, forget_buffers, hold_buffers, new_buffer, new_charges
 from .iov import MAX_RW_COUNT, _number
 
 __all__ = ["BufferTable", "IORING_MAX_REG_BUFFERS", *_iobuffer]
@@ -80,7 +80,7 @@ class BufferTable:
                 for what in buffers:
                     made.append(self._one(what))
             except BaseException:
-                drop_buffers(self.mm.mem, made)
+                forget_buffers(made)
                 raise
             hold_buffers(made)
             self._slots = made
@@ -108,7 +108,7 @@ class BufferTable:
                 try:
                     drop_buffers(self.mm.mem, [old])
                 except BaseException:
-                    drop_buffers(self.mm.mem, [new])
+                    forget_buffers([new])
                     raise
                 hold_buffers([new])
                 self._slots[index + done] = new
