@@ -1,4 +1,5 @@
 """Many threads on one address space: faults, forks, munmap, collapse, reclaim, pins. Lawful at the end, and nothing lost."""
+import errno
 import os
 import random
 import struct
@@ -194,3 +195,27 @@ def test_truncate_beside_faults(mem):
     del file
     mem.check()
     assert mem.vmstat()["nr_free_pages"] == free
+
+
+@pytest.mark.parametrize("what", ["fork", "mmap", "mmap of a file"])
+def test_an_address_space_that_exits_meanwhile_takes_no_more(what):
+    """Who waited for its lock finds it gone: no child of a family that has ended, no mapping that nobody takes away."""
+    for _ in range(300):
+        with Memory("4M") as mem:
+            file, mm = mmc.File(mem, 4 * PAGE), MM(mem)
+            mm.write(mm.mmap(4 * PAGE), b"x")
+            call = {"fork": lambda: mm.fork().exit(), "mmap": lambda: mm.mmap(4 * PAGE, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_LOCKED),
+                    "mmap of a file": lambda: mm.mmap(4 * PAGE, flags=mmc.MAP_SHARED | mmc.MAP_POPULATE, file=file)}[what]
+            done = []
+
+            def attempt():
+                try:
+                    call()
+                    done.append(0)
+                except MMError as error:
+                    done.append(error.errno)
+            run(attempt, mm.exit, attempt)
+            assert set(done) <= {0, errno.ESRCH}
+            file.truncate(0)
+            mem.check()
+            assert mem.vmstat()["nr_free_pages"] == mem.zones[0].managed
