@@ -1,4 +1,5 @@
 """Protection domains and memory regions: access rules, keys, close in any order, re-registration, leaks by name."""
+import contextlib
 import errno
 import gc
 
@@ -6,6 +7,7 @@ import pytest
 
 from mmcore import *
 from rdma_support import PAGE, RO, RW, machine, mapped, nothing_kept, pins
+from support import run
 
 A = IB_ACCESS
 
@@ -225,3 +227,26 @@ def test_a_region_whose_old_pages_cannot_be_given_back_stays_as_it_was():
     assert mr.umem.address == new and pins(mem) == 1
     pd.close()
     assert pins(mem) == 0
+
+
+def test_a_region_that_can_be_found_is_whole():
+    """A domain may be closed, or looked at, while regions come: close() needs the keys of those that it finds."""
+    class Seen(ProtectionDomain):
+        def _enter(self, mr):
+            super()._enter(mr)
+            assert [other.lkey >> 8 for other in self.mrs] == [1]
+    mem, mm, dev = machine()
+    with Seen(dev, mm) as pd:
+        pd.reg_mr(mapped(mm, PAGE), PAGE, RO)
+
+
+def test_a_domain_that_closes_while_regions_come():
+    mem, mm, dev = machine()
+    addr, pd = mapped(mm, PAGE), ProtectionDomain(dev, mm)
+
+    def register():
+        with contextlib.suppress(InvalidArgument):
+            for _ in range(100):
+                pd.reg_mr(addr, PAGE, RO)
+    run(register, register, pd.close)
+    assert pd.closed and pd.mrs == [] and pins(mem) == mm.pinned_vm == 0

@@ -1,11 +1,12 @@
 """One container, and several, under threads: nothing is lost, nothing is charged over a limit."""
 import errno
 import random
+import sys
 
 import pytest
 
 from mmcore import *
-from support import run
+from support import released, run
 from vfio_support import *
 
 ROUNDS = 150
@@ -123,3 +124,41 @@ def test_exit_of_the_process_under_way():
         c.close()
         assert pins(mem) == 0
         mem.check()
+
+
+def test_a_domain_is_attached_by_one_of_two():
+    """Attaching takes a while; whoever claims the domain first has it, and who fails gives it free."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(ROUNDS):
+            mem, mm = machine("16M")
+            addr = mapped(mm, PAGE)
+            domain, containers = IOMMUDomain(mem), [VFIOContainer(mem) for _ in range(2)]
+            for c in containers:
+                c.map_dma(mm, addr, 0, PAGE)
+            refusals = []
+
+            def attach(c):
+                try:
+                    c.attach(domain)
+                except InvalidArgument as error:
+                    refusals.append(error)
+            run(*[lambda c=c: attach(c) for c in containers])
+            assert len(refusals) == 1 and sorted(len(c.domains) for c in containers) == [0, 1] and pins(mem) == 1
+            for c in containers:
+                c.close()
+            released(mem)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_an_attach_that_fails_leaves_the_domain_free():
+    mem, mm = machine("16M")
+    domain, c, other = IOMMUDomain(mem), VFIOContainer(mem), VFIOContainer(mem)
+    c.map_dma(mm, mm.mmap(PAGE, prot=PROT_READ), 0, PAGE)
+    with pytest.raises(MMError, match="FOLL_WRITE"):
+        c.attach(domain)
+    other.attach(domain)
+    assert other.domains == [domain]
+    other.close()

@@ -75,9 +75,10 @@ class ProtectionDomain:
         with self._lock:
             self._open()
             index = self._free.pop() if self._free else next(self._next)
-            self._mrs[index] = mr
             self._uses[index] = uses = self._uses.get(index, -1) + 1
-        return index << 8 | uses % _KEY_VARIANTS
+            # Before it can be found here: close() of the domain closes what it finds.
+            mr.lkey = index << 8 | uses % _KEY_VARIANTS
+            self._mrs[index] = mr
 
     def _leave(self, mr):
         with self._lock:
@@ -106,7 +107,7 @@ class MR:
         self._lock = threading.Lock()
         self.umem = self._get(addr, length, access)
         try:
-            self.lkey = pd._enter(self)
+            pd._enter(self)
         except BaseException:
             self._give_back(self.umem)
             raise

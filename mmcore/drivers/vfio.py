@@ -42,6 +42,7 @@ from .vfio_window import excluded, free_iova, inside, intersect, windows_of
 __all__ = ["VFIOContainer", "VFIODevice", "VFIOMapping", "VFIOPin", *_uapi]
 
 _TOP = 2**64
+_claiming = threading.Lock()      # over whether a domain has a holder; inside a container's lock
 _NOTICES = 10                   # unmap notices to a driver that does not unpin, before it is given up
 
 
@@ -368,18 +369,23 @@ class VFIOContainer(ExternalPins, DirtyPages):
                 raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address: "
                                            "map_dma() with "
                                            "VFIO_DMA_MAP_FLAG_VADDR first")
-            if domain.holder is not None:
-                where = "this" if domain.holder() is self else "another"
-                raise InvalidArgument(f"{call}: the domain is attached to {where} container already")
-            windows = self._windows_with(domain, call)
-            if not msi_isolated and not self.allow_unsafe_interrupts:
-                raise MMError(errno.EPERM, f"{call}: the group's interrupts are not isolated: any device could raise "
-                                           "any of them; "
-                                           "allow_unsafe_interrupts=True takes that risk")
-            self._replay(domain, current, call)
+            with _claiming:
+                if domain.holder is not None:
+                    where = "this" if domain.holder() is self else "another"
+                    raise InvalidArgument(f"{call}: the domain is attached to {where} container already")
+                # Weak: a container that is dropped gives its memory back at once, not at the next collection.
+                domain.holder = weakref.ref(self)
+            try:
+                windows = self._windows_with(domain, call)
+                if not msi_isolated and not self.allow_unsafe_interrupts:
+                    raise MMError(errno.EPERM, f"{call}: the group's interrupts are not isolated: any device could raise "
+                                               "any of them; "
+                                               "allow_unsafe_interrupts=True takes that risk")
+                self._replay(domain, current, call)
+            except BaseException:
+                domain.holder = None
+                raise
             self._attached.append(_Attached(domain))
-            # Weak: a container that is dropped gives its memory back at once, not at the next collection.
-            domain.holder = weakref.ref(self)
             self._windows = windows
             self.num_non_pinned_groups += 1
 
