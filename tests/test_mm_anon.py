@@ -373,3 +373,20 @@ def test_split_of_a_mapped_folio_that_the_caller_does_not_hold(order, file, new_
         for piece in mmc.folio_split(folio, new_order):
             mmc.folio_put(piece)
         assert mm.read(addr, size) == b"x" * size and mm.page_at(addr).folio.order == new_order
+
+
+def test_secretmem_is_locked_memory_and_counts_against_the_limit(mem):
+    """The kernel checks it as MAP_LOCKED; also what else is locked counts: here by a VFIO container."""
+    mm, file = MM(mem, rlimit_memlock=4 * PAGE), mmc.File(mem, 8 * PAGE, "secretmem")
+    addr, c = mm.mmap(2 * PAGE), mmc.VFIOContainer(mem)
+    c.attach(mmc.IOMMUDomain(mem))
+    c.map_dma(mm, addr, 0, 2 * PAGE)
+    with refused(mem, MMError, "3 pages to lock .* with 2 locked", errno=errno.EAGAIN):
+        mm.mmap(3 * PAGE, flags=mmc.MAP_SHARED, file=file)
+    there = mm.mmap(2 * PAGE, flags=mmc.MAP_SHARED, file=file)
+    assert mm.locked_vm == 4 and mm.find_vma(there).flags & mmc.VM.LOCKED
+    mm.munmap(there, 2 * PAGE)
+    c.close()
+    assert mm.locked_vm == 0
+    mm.exit()
+    del file

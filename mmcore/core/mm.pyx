@@ -176,7 +176,7 @@ cdef class MM:
         length: bytes, or "2M". addr: a hint, or with MAP_FIXED the place. Mappings of 2 MiB and more are placed aligned to
         the PMD size, hugetlb ones and devices to their page size. Shared anonymous memory stands on a File of its own.
         Raises MMError: EINVAL, EEXIST (MAP_FIXED_NOREPLACE on something mapped), ENOMEM (no room, no tables, a hugetlb pool
-        that cannot promise its pages, too many VMAs), EAGAIN (MAP_LOCKED over RLIMIT_MEMLOCK), EBADF (no file),
+        that cannot promise its pages, too many VMAs), EAGAIN (MAP_LOCKED or secretmem over RLIMIT_MEMLOCK), EBADF (no file),
         EOVERFLOW, ENODEV (the device is gone). Kernel: mmap(2).
         """
         from .mmap import do_mmap
@@ -598,6 +598,6 @@ cdef int check_mlock(MM self, uint64_t flags, uint64_t pages) except -1:
     locked = a64_load_relaxed(&mm.locked_vm)
     limit = self.rlimit_memlock >> mm.m.page_shift
     if locked + pages > limit:
-        raise MMError(_errno.EAGAIN, f"MAP_LOCKED: {pages} pages with {locked} locked already are more than RLIMIT_MEMLOCK allows "
-                                     f"({limit} pages): raise the limit (ulimit -l), or give CAP_IPC_LOCK")
+        raise MMError(_errno.EAGAIN, f"{pages} pages to lock (MAP_LOCKED, secretmem) with {locked} locked already are more than "
+                                     f"RLIMIT_MEMLOCK allows ({limit} pages): raise the limit (ulimit -l), or give CAP_IPC_LOCK")
     return 0

@@ -72,6 +72,8 @@ def do_mmap(MM self not None, size, uint64_t prot, uint64_t flags, file, uint64_
     at = place_arg(self, addr, length, align, fixed, flags)
     if not order and align == page and length >= page << m.pmd_order:
         align = page << m.pmd_order
+    if f != NULL and f.kind == FILE_SECRETMEM:
+        flags |= MAP_LOCKED
     check_mlock(self, flags, pages)
     v.start = at
     v.end = at + length
@@ -85,7 +87,7 @@ def do_mmap(MM self not None, size, uint64_t prot, uint64_t flags, file, uint64_
         v.flags |= VM_HUGETLB | VM_DONTEXPAND
     if flags & MAP_NORESERVE:
         v.flags |= VM_NORESERVE
-    if flags & MAP_LOCKED or (f != NULL and f.kind == FILE_SECRETMEM):
+    if flags & MAP_LOCKED:
         v.flags |= VM_LOCKED
     if f != NULL and f.kind == FILE_PFNMAP:
         v.flags |= VM_PFNMAP | VM_DONTEXPAND
