@@ -313,6 +313,17 @@ def test_a_process_that_is_gone():
 
 
 # ---- dma_rw ----------------------------------------------------------------------------------------------------------
+def test_dma_rw_that_fails_in_its_second_mapping_writes_nothing(emulated):
+    mem, mm, c, addr = emulated
+    end, there = 0x100000 + NR * PAGE, mapped(mm, PAGE)
+    c.map_dma(mm, there, end, PAGE)
+    mm.munmap(there, PAGE)
+    c.dirty_pages_start()
+    refused(c, EFAULT, lambda: c.dma_rw(end - 3, b"abcdef", True), mm)
+    assert mm.read(addr + NR * PAGE - 3, 3) == bytes(3) and not any(c.dirty_pages_get_bitmap(0x100000, NR * PAGE))
+    assert c.dma_rw(end - 3, b"abc", True) == 3 and mm.read(addr + NR * PAGE - 3, 3) == b"abc"
+
+
 def test_dma_rw_moves_real_bytes(emulated):
     mem, mm, c, addr = emulated
     other = mapped(mm, PAGE)

@@ -39,7 +39,8 @@ class Bio:
             raise InvalidArgument("the page belongs to another Memory than the bio", pfn=page.pfn)
         length, offset = _number(length, "length"), _number(offset, "offset")
         if not 0 < length <= self.mem.page_size - offset:
-            raise InvalidArgument(f"{length} bytes at offset {offset} are no piece of a page of {self.mem.page_size}", pfn=page.pfn)
+            raise InvalidArgument(f"{length} bytes at offset {offset} are no piece of a page of {self.mem.page_size}",
+                                  pfn=page.pfn)
         return length, offset
 
     def map_page(self, page, length, offset):

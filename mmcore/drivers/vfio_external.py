@@ -115,6 +115,10 @@ def dma_rw(tree, iova, data, length, write, tracking, shift, call):
         chunks.append((dma, at, n))
         at, left = at + n, left - n
     out, done = [], 0
+    if write and len(chunks) > 1:
+        # All can be written, or nothing is.
+        for dma, at, n in chunks:
+            dma.mm.touch(dma.vaddr + (at - dma.iova), n, True)
     for dma, at, n in chunks:
         addr = dma.vaddr + (at - dma.iova)
         if write:
