@@ -8,6 +8,7 @@ import pytest
 import mmcore as mmc
 from mm_support import ANON, HUGE, PAGE, PRESENT, word
 from mmcore import MM, MMError, Memory, PageType
+from support import refused
 
 TABLE = int(PageType.table) if hasattr(PageType, "table") else 0xF2
 
@@ -260,3 +261,33 @@ def test_walkers_never_see_a_freed_table():
             reader.join()
         assert seen and not wrong
         mem.check()
+
+
+def test_a_page_table_is_nobodys_to_free_or_to_write():
+    """A table is a frame as any other, and can be named by its PFN: its reference is the address space's, its bytes are entries."""
+    mem = mmc.Memory("16M", thp="never")
+    mm = mmc.MM(mem)
+    addr = mm.mmap("1M")
+    mm.write(addr, b"hello")
+    pages = mem.pages
+    tables = [mem.page(pfn) for pfn in range(len(pages)) if pages["page_type"][pfn] >> 24 == TABLE and pages["_refcount"][pfn]]
+    del pages
+    assert len(tables) == mm.nr_tables
+    for table in tables:
+        pages = mmc.PageList(mem, [table.pfn])
+        for put in (lambda: mmc.put_page(table), lambda: mmc.folio_put_refs(table.folio, 1), lambda: mmc.release_pages(pages),
+                    lambda: mmc.release_pages(pages, release="page"), lambda: mmc.folios_put([table.folio])):
+            with refused(mem, mmc.BadPage, "engine's own reference"):
+                put()
+        sgt = mmc.sg_alloc_table_from_pages(pages, 0, 4096)
+        for write in (lambda: mmc.sg_zero_buffer(sgt, 8), lambda: mmc.sg_copy_from_buffer(sgt, b"\xff" * 8),
+                      lambda: list(mmc.sg_miter(sgt, mmc.SG_MITER_TO_SG))):
+            with refused(mem, mmc.InvalidArgument, "nobody may write"):
+                write()
+        assert mmc.page_address(table).readonly and mmc.folio_address(table.folio).readonly
+        mmc.get_page(table)
+        mmc.put_page(table)
+    assert mm.read(addr, 5) == b"hello"
+    mm.exit()
+    mem.check()
+    assert not any(table.refcount for table in tables)

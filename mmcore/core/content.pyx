@@ -43,7 +43,7 @@ cdef object bytes_of(Memory mem, uint64_t pfn, uint64_t nr):
 def page_address(page):
     """Return a writable memoryview of the page's bytes; zeros when nobody wrote them since it was allocated.
 
-    The view keeps the Memory from closing, but takes no reference on the page. Raises BadPage for a free page.
+    Of the zero pages and of page tables the view is read-only. The view keeps the Memory from closing, but takes no reference on the page. Raises BadPage for a free page.
     """
     cdef uint64_t pfn
     cdef Memory mem = page_arg(page, &pfn)
@@ -51,7 +51,7 @@ def page_address(page):
     if refs_load(&mem.m.map[head]) == 0:
         raise bad_page(mem, BAD_FREE, pfn, 0, "page_address()")
     view = bytes_of(mem, pfn, 1)
-    return view.toreadonly() if head in (mem.m.zero_pfn, mem.m.huge_zero_pfn) else view
+    return view.toreadonly() if not_to_write(&mem.m, head) else view
 
 
 def folio_address(folio):
@@ -59,4 +59,4 @@ def folio_address(folio):
     cdef uint64_t pfn
     cdef Memory mem = folio_arg(folio, &pfn, True)
     view = bytes_of(mem, pfn, ONE << folio_order_of(&mem.m.map[pfn]))
-    return view.toreadonly() if pfn in (mem.m.zero_pfn, mem.m.huge_zero_pfn) else view
+    return view.toreadonly() if not_to_write(&mem.m, pfn) else view

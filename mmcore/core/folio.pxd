@@ -60,6 +60,10 @@ cdef int put_wrong(const page_t *head, uint32_t old, uint32_t refs) noexcept nog
 cdef int put_last_wrong(mem_t *m, const page_t *head) noexcept nogil                    # why the last reference must stay; 0
 cdef int put_last(mem_t *m, page_t *head, uint32_t old) noexcept nogil  # drops the last ones, if they may go
 
+cdef inline bint not_to_write(const mem_t *m, uint64_t head) noexcept nogil:
+    """The zero pages, which everybody reads, and page tables: a wild entry there would lead the engine astray."""
+    return head == m.zero_pfn or head == m.huge_zero_pfn or page_type_is(&m.map[head], PGTY_table)
+
 # ---- references ----------------------------------------------------------------------------------------------------
 cdef inline uint32_t refs_load(const page_t *head) noexcept nogil:
     return a32_load_relaxed(&head._refcount)

@@ -80,7 +80,7 @@ cdef int put_last_wrong(mem_t *m, const page_t *head) noexcept nogil:
         return BAD_MAPPED
     if mm_unlikely((flags >> PG_head) & 1 and pincount_load(head) != 0):
         return BAD_EATS_PIN
-    if mm_unlikely(<uint64_t>(head - m.map) == m.huge_zero_pfn):
+    if mm_unlikely(<uint64_t>(head - m.map) == m.huge_zero_pfn or page_type_is(head, PGTY_table)):
         return BAD_RESERVED
     return 0
 

@@ -37,13 +37,8 @@ cdef enum copy_kind:
     COPY_ZERO
 
 # ---- is every page there? -------------------------------------------------------------------------------------------------
-cdef inline bint reads_as_zero(mem_t *m, uint64_t pfn) noexcept nogil:
-    """Is this a page of the zero page or of the huge zero folio?"""
-    pfn = compound_head_pfn(m.map, pfn)
-    return pfn == m.zero_pfn or pfn == m.huge_zero_pfn
-
 cdef uint64_t first_refused(mem_t *m, pieces_t walk, bint writes) noexcept nogil:
-    """The first PFN of the pieces that is free or, for writing, reads as zero for ever; 0 when there is none.
+    """The first PFN of the pieces that is free or, for writing, is the engine's own; 0 when there is none.
 
     One look a folio, at struct pages that a scout asked for a few pieces before. Done before a byte moves, so that a
     refused call changes nothing.
@@ -65,7 +60,7 @@ cdef uint64_t first_refused(mem_t *m, pieces_t walk, bint writes) noexcept nogil
             nr = folio_at(m.map, pfn, &head)
             if refs_load(&m.map[head]) == 0:
                 return pfn
-            if writes and reads_as_zero(m, head):
+            if writes and not_to_write(m, head):
                 return pfn
             pfn = head + nr
     return 0
@@ -77,7 +72,7 @@ cdef object refusal(mem_t *m, uint64_t pfn):
     if refs_load(&m.map[head]) == 0:
         return BadPage("use after free", f"PFN {pfn:#x} of the list is free: hold a reference or a pin on the pages while "
                                          "a scatterlist names them", pfn=pfn)
-    return InvalidArgument(f"PFN {pfn:#x} is a zero page, which nobody may write", pfn=pfn)
+    return InvalidArgument(f"PFN {pfn:#x} is a zero page or a page table, which nobody may write", pfn=pfn)
 
 # ---- large copies -----------------------------------------------------------------------------------------------------------
 cdef extern from *:
@@ -331,8 +326,8 @@ cdef class sg_miter:
             at = self.sg.offset + self.done
             handle = page_handle(self.table.mem, sg_pfn(self.sg) + at // page)
             at &= page - 1
-            if self.flags & SG_MITER.TO_SG and reads_as_zero(&self.table.mem.m, handle.pfn):
-                raise InvalidArgument(f"{handle!r} is a zero page, which nobody may write", pfn=handle.pfn)
+            if self.flags & SG_MITER.TO_SG and not_to_write(&self.table.mem.m, compound_head_pfn(self.table.mem.m.map, handle.pfn)):
+                raise InvalidArgument(f"{handle!r} is a zero page or a page table, which nobody may write", pfn=handle.pfn)
             window = page_address(handle)
             if not self.flags & SG_MITER.TO_SG:
                 window = window.toreadonly()
