@@ -12,7 +12,9 @@ from libc.string cimport memset, strerror
 from mmcore.core.memory cimport *
 
 import errno as _errno
+import operator
 from collections import namedtuple
+from collections.abc import Mapping
 
 from .errors import InvalidArgument, MMError
 from .size import format_size, parse_size
@@ -133,13 +135,18 @@ cdef object settle(Memory self):
     for name in ("thp", "shmem_thp"):
         if config[name] not in THP_MODES:
             raise InvalidArgument(f"{name}={config[name]!r} is none of {', '.join(THP_MODES)}")
-    mthp = tuple(sorted(set(config["mthp"])))
+    hugetlb = config["hugetlb"] or {}
+    if not isinstance(hugetlb, Mapping):
+        raise TypeError(f"hugetlb is a dict of page sizes and numbers of pages, not {hugetlb!r}")
+    mthp = tuple(sorted({operator.index(order) for order in config["mthp"]}))
     if any(not 1 < order < m.pmd_order for order in mthp):
         raise InvalidArgument(f"mthp={mthp}: orders of PTE-mapped large folios are 2..{m.pmd_order - 1}")
-    self.config = {**config, "size": parse_size(config["size"]), "page_size": page_size,
-                   "movable": parse_size(config["movable"], "movable"), "cma": parse_size(config["cma"], "cma"),
-                   "hugetlb": {parse_size(kind, "hugetlb page size"): nr
-                               for kind, nr in (config["hugetlb"] or {}).items()},
+    sizes = {name: parse_size(config[name], name) for name in ("size", "movable", "cma")}
+    for name, size in sizes.items():
+        if size > 1 << 62:
+            raise InvalidArgument(f"{name} of {size:#x} bytes is beyond what any machine has")
+    self.config = {**config, **sizes, "page_size": page_size,
+                   "hugetlb": {parse_size(kind, "hugetlb page size"): nr for kind, nr in hugetlb.items()},
                    "devices": tuple(config["devices"]), "mthp": mthp,
                    "debug": bool(config["debug"])}
 

@@ -123,7 +123,7 @@ cdef class File:
         if self.f != NULL:
             raise InvalidArgument("this File is set up already")
         from .open import open_file
-        open_file(self, mem, parse_size(size, "size of a file"), kind, page_size, device)
+        open_file(self, mem, count_arg(parse_size(size, "size of a file"), "size", 0, ONE << 62), kind, page_size, device)
 
     cdef file_t *ptr(self) except NULL:
         if self.f == NULL:

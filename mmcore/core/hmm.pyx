@@ -150,9 +150,9 @@ def hmm_range_fault(MM mm not None, start, nr_pages, default_flags=0, *, hmm_pfn
 
 def hmm_pfn_to_map_order(word):
     """Return log2 of the pages that the CPU maps with one entry there."""
-    return (int(word) >> 53) & 0x1f
+    return (count_arg(word, "word", 0, ~<uint64_t>0) >> 53) & 0x1f
 
 
 def hmm_pfn_to_pfn(word):
     """Return the PFN in a word of hmm_range_fault()."""
-    return int(word) & ((1 << 53) - 1)
+    return count_arg(word, "word", 0, ~<uint64_t>0) & ((ONE << 53) - 1)

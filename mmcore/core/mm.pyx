@@ -292,6 +292,7 @@ cdef class MM:
         cdef int error, what
         cdef seen_t seen
         range_arg(self.ptr(), addr, length, "madvise()", &start, &end)
+        advice = int(count_arg(advice, "advice", 0, 0x7fffffff))
         if advice not in _ADVICE:
             raise InvalidArgument(f"advice {advice!r} is none that is known: {', '.join(_ADVICE.values())}", addr=start)
         what = advice
@@ -379,7 +380,11 @@ cdef class MM:
         Raises MMError(EFAULT) where nothing is mapped, where reading is not allowed (SIGSEGV), and beyond the end of a file
         (SIGBUS); MMError(ENOMEM) when a page cannot be brought in.
         """
-        data = bytearray(count_arg(n, "n", 0, ONE << 62))
+        cdef uint64_t nbytes = count_arg(n, "n", 0, ONE << 62)
+        if nbytes > READ_AT_ONCE:
+            # Before memory is taken for what cannot be read.
+            user_check(self, addr, nbytes)
+        data = bytearray(nbytes)
         user_copy(self, addr, data, False)
         return bytes(data)
 
@@ -562,6 +567,29 @@ cdef object snapshot(MM self, const seen_t *seen):
     if file is None and seen.v.file != NULL:
         self.ptr()              # an exit meanwhile let them go
     return VMA(seen.v.start, seen.v.end, VM(seen.v.flags), file, seen.v.pgoff << self.mem.m.page_shift if file is not None else 0)
+
+cdef enum:
+    READ_AT_ONCE = 1 << 20      # bytes
+
+cdef int user_check(MM self, object addr, uint64_t n) except -1:
+    """Raise as read() of a range that is not all readable."""
+    cdef mm_t *mm = self.ptr()
+    cdef uint64_t at = count_arg(addr, "addr", 0, ~<uint64_t>0), stop = 0
+    cdef int error
+    if at + <object>n > task_size(&mm.pgd):
+        raise MMError(_errno.EFAULT, f"read(): {n} bytes from {at:#x} on leave the address space", addr=at)
+    self.mem.enter()
+    with nogil:
+        error = mmap_read_lock(mm)
+        if error == 0:
+            stop = access_stop(mm, at, at + n, False)
+            mmap_unlock(mm)
+    self.mem.leave()
+    if error:
+        self.ptr()
+    if stop < at + n:
+        raise access_error(self.mem, mm, FAULT_SIGSEGV, stop, False, "read()")
+    return 0
 
 cdef int user_copy(MM self, object addr, object data, bint write) except -1:
     cdef mm_t *mm = self.ptr()

@@ -263,7 +263,7 @@ cdef class sg_miter:
 
     def __init__(self, sgt, flags):
         self.table = table_arg(sgt)
-        self.flags = SG_MITER(flags)
+        self.flags = SG_MITER(count_arg(flags, "flags", 0, 0xf))
         if not self.flags & (SG_MITER.TO_SG | SG_MITER.FROM_SG):
             raise InvalidArgument("sg_miter() needs SG_MITER_TO_SG or SG_MITER_FROM_SG: which way do the bytes go?")
         self.generation = self.table.generation

@@ -17,6 +17,7 @@ from .umem import IBDevice, ib_umem_get, ib_umem_release
 
 __all__ = ["ProtectionDomain", "MR"]
 
+_RELEASES = "range", "array", "page"
 _KEY_VARIANTS = 256             # the low byte of a key changes with each use of its index
 
 
@@ -101,6 +102,9 @@ class MR:
     """Hold a memory region: pinned, accounted and mapped until close(). Made by ProtectionDomain.reg_mr()."""
 
     def __init__(self, pd, addr, length, access, acquire, release):
+        if not isinstance(release, str) or release not in _RELEASES:
+            # Now: close() would find out too late.
+            raise InvalidArgument(f"release={release!r} is none of {', '.join(map(repr, _RELEASES))}")
         self.pd, self.access, self.acquire, self.release = pd, access, acquire, release
         # What the device calls it is known only once it is there; what its holder is called, before.
         self._name = f"MR {addr:#x}+{length:#x}" if isinstance(addr, int) and isinstance(length, int) else "MR"

@@ -67,7 +67,8 @@ class IBDevice(Device):
         if max_seg_size < mem.page_size:
             raise InvalidArgument(f"max_seg_size {max_seg_size} is less than a page ({mem.page_size} bytes): no entry would fit")
         self.cc_bounce = bool(cc_bounce)
-        self.mtt_limit, self.mtt_entry = mtt_limit, mtt_entry
+        self.mtt_limit = None if mtt_limit is None else int(count_arg(mtt_limit, "mtt_limit", 0, ~<uint64_t>0))
+        self.mtt_entry = int(count_arg(mtt_entry, "mtt_entry", 1, 1 << 20))
 
 
 cdef class IBUmem:
@@ -497,7 +498,10 @@ def ib_umem_start_dma_addr(umem):
 
 def ib_umem_dma_offset(umem, pgsz):
     """Return the offset of the first byte in the device's page of pgsz bytes."""
-    return ib_umem_start_dma_addr(umem) & (pgsz - 1)
+    cdef uint64_t size = count_arg(pgsz, "pgsz", 1, ~<uint64_t>0)
+    if size & (size - 1):
+        raise InvalidArgument(f"pgsz {size} is no power of two")
+    return ib_umem_start_dma_addr(umem) & (size - 1)
 
 
 def ib_umem_copy_from(umem, offset, length, *, into=None):
