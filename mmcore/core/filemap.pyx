@@ -153,11 +153,23 @@ cdef void file_write_page(file_t *f, uint64_t pfn) noexcept nogil:
         f.on_disk[index + i] = 1
     stat_add(m, NR_WRITTEN, <int64_t>nr)
 
+cdef void copy_entries(uint64_t *to, const uint64_t *source, uint64_t n) noexcept nogil:
+    """What was never written is not written now: the pages of a reserved array cost nothing until then."""
+    cdef uint64_t i = 0, k, any, step
+    while i < n:
+        step = min(n - i, <uint64_t>512)
+        any = 0
+        for k in range(step):
+            any |= source[i + k]
+        if any:
+            memcpy(to + i, source + i, step * 8)
+        i += step
+
 cdef int file_room(file_t *f, uint64_t size) noexcept nogil:
     """Make cache and disk large enough for this many bytes; they only grow."""
     cdef mem_t *m = f.m
     cdef uint64_t pages = (size + (ONE << m.page_shift) - 1) >> m.page_shift
-    cdef uint64_t entries = (pages + (ONE << f.order) - 1) >> f.order
+    cdef uint64_t entries = (pages + (ONE << f.order) - 1) >> f.order, i
     cdef void *cache
     cdef void *disk
     cdef void *on_disk
@@ -180,14 +192,16 @@ cdef int file_room(file_t *f, uint64_t size) noexcept nogil:
                 unreserve(on_disk, entries)
             return -ENOMEM
         if f.nr_entries:
-            memcpy(disk, f.disk, f.nr_entries << m.page_shift)
             memcpy(on_disk, f.on_disk, f.nr_entries)
+            for i in range(f.nr_entries):
+                if f.on_disk[i]:
+                    memcpy(<uint8_t *>disk + (i << m.page_shift), f.disk + (i << m.page_shift), ONE << m.page_shift)
             unreserve(f.disk, f.nr_entries << m.page_shift)
             unreserve(f.on_disk, f.nr_entries)
         f.disk = <uint8_t *>disk
         f.on_disk = <uint8_t *>on_disk
     if f.nr_entries:
-        memcpy(cache, f.cache, f.nr_entries * 8)
+        copy_entries(<uint64_t *>cache, f.cache, f.nr_entries)
         unreserve(f.cache, f.nr_entries * 8)
     f.cache = <uint64_t *>cache
     f.nr_entries = entries
