@@ -1,4 +1,7 @@
 """Values that no caller can mean, where a call keeps them, or turns to memory with them, before it looks."""
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -80,3 +83,47 @@ def test_words_and_page_sizes(mem, mm, value):
     with pytest.raises(InvalidArgument, match="no power of two"):
         mmc.ib_umem_dma_offset(umem, 3)
     mmc.ib_umem_release(umem)
+
+
+BARE = """
+import inspect, sys
+import mmcore as mmc
+mem = mmc.Memory("16M")
+mm = mmc.MM(mem)
+addr = mm.mmap("64K")
+calls = {
+    "lists": [mmc.unpin_user_pages, mmc.release_pages, mmc.grab_pages, mmc.folio_runs, mmc.num_pages_contiguous, mmc.longterm_unpinnable,
+              mmc.io_check_coalesce_buffer, lambda o: mmc.PageList(mem, [5]) + o, lambda o: mmc.BufferTable(mm).register([o])],
+    "pages": [mmc.put_page, mmc.get_page, mmc.page_address, mmc.folio_address, mmc.folio_put, mmc.folio_split, mmc.page_folio, repr],
+    "tables": [mmc.sg_free_table, mmc.sg_page_pfns, mmc.sg_nents, mmc.sg_last, lambda o: mmc.sg_copy_to_buffer(o, bytearray(8)),
+               lambda o: mmc.sg_split(o, 0, [1]), lambda o: list(mmc.for_each_sg(o)), mmc.sg_next, mmc.sg_page, mmc.sg_mark_end],
+    "machines": [lambda o: mmc.folio_alloc(o, 0), mmc.MM, lambda o: mmc.PageList(o, [1]), lambda o: mmc.pin_user_pages(o, addr, 1),
+                 mmc.BufferTable, lambda o: mmc.ib_umem_get(o, mm, addr, 1, 1), mmc.ib_umem_release,
+                 lambda o: mmc.ib_umem_copy_from(o, 0, 1), lambda o: mmc.pin_user_pages(mm, addr, 1, output=o),
+                 lambda o: mm.mmap(4096, 3, mmc.MAP_SHARED, o), lambda o: mmc.dma_map_sgtable(o, mmc.sg_alloc_table(mem, 1))]}
+for name in sys.argv[1:]:
+    bare = getattr(mmc, name).__new__(getattr(mmc, name))
+    for attribute in dir(bare):
+        if attribute.startswith("__") and attribute not in ("__repr__", "__len__", "__iter__", "__eq__", "__add__", "__next__"):
+            continue
+        for arguments in ((), (1,), (bare,), (1, b"x")):
+            try:
+                getattr(bare, attribute)(*arguments)
+            except Exception:
+                pass
+    for call in [call for group in calls.values() for call in group]:
+        try:
+            call(bare)
+        except (mmc.MMError, mmc.BadPage, TypeError, AttributeError, NotImplementedError):
+            pass
+    mem.check()
+    print(name)
+"""
+
+
+def test_objects_that_were_never_set_up_crash_nothing():
+    """T.__new__(T), or a subclass that forgets super().__init__(): what it lacks is an error, not a null pointer."""
+    names = [name for name in mmc.__all__ if isinstance(getattr(mmc, name), type) and getattr(mmc, name).__module__.startswith("mmcore")
+             and not issubclass(getattr(mmc, name), (Exception, int, tuple)) and name not in ("VFIOContainer", "PageFlags")]
+    done = subprocess.run([sys.executable, "-c", BARE, *names], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split() == names, done.stderr[-1000:]

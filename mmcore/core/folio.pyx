@@ -1,3 +1,4 @@
+# cython: nonecheck=True
 """References, pins and splitting, under the kernel's names; and what the modules above share: arguments, errors.
 
 Units: refs, pins, counts: int, C int in struct page; a pin of a small folio is 1024 on it.

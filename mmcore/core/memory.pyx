@@ -1,3 +1,4 @@
+# cython: nonecheck=True
 """Memory and its handles: set-up, statistics, views.
 
 Units: PFNs: int, uint64; sizes: bytes or "2M"; counts: base pages unless said otherwise; .pages: PAGE_DTYPE, one

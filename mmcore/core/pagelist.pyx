@@ -1,3 +1,4 @@
+# cython: nonecheck=True
 """Lists and runs of pages; alloc_pages_bulk, num_pages_contiguous.
 
 Units: PFNs and counts: uint64, one dimension; 0 stands for NULL.

@@ -1,3 +1,4 @@
+# cython: nonecheck=True
 """Scatterlist tables: chunks, and tables and entries as Python sees them.
 
 Units: offsets, lengths: bytes, uint32; DMA addresses: bytes, uint64; .entries: SG_DTYPE, one dimension.

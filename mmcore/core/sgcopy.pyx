@@ -1,3 +1,4 @@
+# cython: nonecheck=True
 """Bytes of scatterlists: copies, zeroing, the mapping iterator.
 
 Units: bytes; buffers are anything with the buffer protocol, contiguous.

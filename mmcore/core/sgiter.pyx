@@ -1,3 +1,4 @@
+# cython: nonecheck=True
 """Walking scatterlists, as Python sees it: entries, pages, DMA pages.
 
 Units: entries and pages by index; sizes: bytes, uint64.

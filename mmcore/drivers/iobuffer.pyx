@@ -1,3 +1,4 @@
+# cython: nonecheck=True
 """Buffers that io_uring has registered: pinned once, one pin kept a folio where that says all, used by many requests.
 
 Laws
@@ -13,7 +14,7 @@ Raises: TypeError, InvalidArgument.
 Threads: any number at once; a lock a table and its clones.
 Kernel: struct io_mapped_ubuf, io_check_coalesce_buffer().
 """
-from libc.errno cimport EINTR, ENOMEM
+from libc.errno cimport EINTR, ENOMEM, EREMOTEIO
 from libc.stdlib cimport free
 from libc.string cimport memset
 from mmcore.core.folio cimport bad_page, count_arg
@@ -206,7 +207,8 @@ cdef object pin_list(PageList pages, buffer_t *u):
                 put_one(m, pages.p[i])
     pages.mem.leave()
     if error:
-        raise MMError(-error, f"page {done} of the list cannot be pinned: it is free, or there is no memory to note it",
+        why = "it is PCI P2PDMA memory" if error == -EREMOTEIO else "it is free, or there is no memory to note it"
+        raise MMError(-error, f"page {done} of the list cannot be pinned: {why}",
                       pfn=pages[int(min(done, pages.n - 1))].pfn)
 
 cdef void put_one(mem_t *m, uint64_t pfn) noexcept nogil:

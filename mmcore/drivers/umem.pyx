@@ -1,3 +1,4 @@
+# cython: nonecheck=True
 """User memory of RDMA devices: pin it, describe it by a scatterlist, map it for the device; and the reverse.
 
 Laws
