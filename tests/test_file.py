@@ -1,7 +1,6 @@
 """Files under mappings: page cache, dirty tracking, truncation, devices."""
 import errno
 import gc
-import os
 
 import pytest
 
@@ -566,30 +565,3 @@ def test_writing_where_the_end_wraps(mem, kind, offset):
     with refused(mem, (InvalidArgument, MMError)):
         file.write(offset, bytes(PAGE + 2))
     assert file.size == HUGE and file.read(offset, 2) == b""
-
-
-@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
-def test_growing_copies_what_is_there_and_nothing_else(mem, kind):
-    """A file is sparse: growing it once copied all of its holes, and took as much memory as it is long."""
-    file = File(mem, 0, kind)
-    for size in (64 * PAGE, 400 << 20, 700 << 20):
-        file.truncate(size)
-        file.write(size - 2 * PAGE - 3, b"across")
-        file.writeback()
-        before = resident()
-        file.truncate(size + PAGE)
-        file.truncate(size * 2)
-        assert resident() - before < 64 << 20
-        assert file.read(size - 2 * PAGE - 3, 6) == b"across" and file.read(size, PAGE) == bytes(PAGE)
-        for page in range(2):
-            mmc.reclaim(file.page_at(size - 3 * PAGE + page * PAGE).folio)
-        assert file.read(size - 2 * PAGE - 3, 6) == b"across"
-
-
-def resident():
-    """Bytes of this process that are in memory; 0 where nobody says."""
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-    except OSError:
-        return 0

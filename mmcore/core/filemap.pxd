@@ -38,3 +38,4 @@ cdef int file_room(file_t *f, uint64_t size) noexcept nogil         # cache and 
 # ---- who maps it: these take f.lock ------------------------------------------------------------------------------------
 cdef int file_add_mm(file_t *f, mm_t *mm) noexcept nogil    # 0, -ENOMEM
 cdef void file_del_mm(file_t *f, mm_t *mm) noexcept nogil
+cdef bint file_mapped(file_t *f, const mm_t *mm) noexcept nogil

@@ -219,6 +219,13 @@ cdef int file_add_mm(file_t *f, mm_t *mm) noexcept nogil:
     pthread_mutex_unlock(&f.lock)
     return error
 
+cdef bint maps(const file_t *f, const mm_t *mm) noexcept nogil:
+    cdef uint64_t i
+    for i in range(f.nr_mms):
+        if f.mms[i] == mm:
+            return True
+    return False
+
 cdef void file_del_mm(file_t *f, mm_t *mm) noexcept nogil:
     cdef uint64_t i
     pthread_mutex_lock(&f.lock)
@@ -229,4 +236,13 @@ cdef void file_del_mm(file_t *f, mm_t *mm) noexcept nogil:
             f.nr_mms -= 1
             f.mms[i] = f.mms[f.nr_mms]
             break
+    if not maps(f, mm):
+        a64_store_release(&mm.files_gone, 1)
     pthread_mutex_unlock(&f.lock)
+
+cdef bint file_mapped(file_t *f, const mm_t *mm) noexcept nogil:
+    cdef bint found
+    pthread_mutex_lock(&f.lock)
+    found = maps(f, mm)
+    pthread_mutex_unlock(&f.lock)
+    return found

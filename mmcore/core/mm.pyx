@@ -12,6 +12,8 @@ from libc.stdlib cimport free
 cimport cython
 from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, touch_pages
 from mmcore.core.fork cimport dup_mmap
+from mmcore.core.file cimport File
+from mmcore.core.filemap cimport file_mapped
 from mmcore.core.fault cimport EHWPOISON
 from mmcore.core.folio cimport count_arg
 from mmcore.core.madvise cimport do_clear_refs, do_madvise
@@ -63,6 +65,26 @@ cdef extern from "Python.h":
 cdef void hide(dict files):
     """Keep a dict of files from the collector of cycles: it clears dicts, and the files would go before what maps them."""
     PyObject_GC_UnTrack(<void *>files)
+
+cdef object forget_files(MM self, bint all):
+    """Let go of files that nothing here maps any more: what shared anonymous memory stood on is freed with it.
+
+    all: also what was kept and then not mapped. While a call is about to map, or to fork, nothing goes; the last one looks.
+    """
+    cdef File file
+    cdef mm_t *mm = self.mm
+    if all:
+        a64_store_release(&mm.files_gone, 1)
+    if a64_load_acquire(&mm.files_gone) == 0:
+        return
+    a64_store_release(&mm.files_gone, 0)
+    for file in list(self.files.values()):
+        # Letting a file go may run anything, and another thread.
+        if a32_load_acquire(&self.keeping):
+            a64_store_release(&mm.files_gone, 1)
+            return
+        if not file_mapped(file.f, mm):
+            self.files.pop(file.f.id, None)
 
 cdef MM new_mm(Memory mem):
     """An empty address space, in no family yet."""
@@ -148,7 +170,7 @@ cdef class MM:
         cdef mm_t *mm = self.enter()
         with nogil:
             mm_exit(mm)
-        self.files.clear()
+        forget_files(self, True)
         self.leave()
 
     def __enter__(self):
@@ -204,6 +226,7 @@ cdef class MM:
                 error = do_munmap(mm, start, end)
                 mmap_unlock(mm)
         self.mem.leave()
+        forget_files(self, False)
         if error:
             self.ptr()              # raises when it was an exit
             raise shape_error(mm, error, "munmap()", start, end)
@@ -264,6 +287,7 @@ cdef class MM:
                 error = do_mremap(mm, start, end - start, new_size, &to, fixed)
                 mmap_unlock(mm)
         self.mem.leave()
+        forget_files(self, False)
         if error == -ESRCH:
             self.ptr()
         if error == -EFAULT:
@@ -335,21 +359,25 @@ cdef class MM:
         """
         cdef mm_t *mm = self.ptr()
         cdef MM child = new_mm(self.mem)
-        cdef uint64_t kept
-        cdef int error = -EAGAIN
+        cdef int error
         child.rlimit_memlock = self.rlimit_memlock
         child.cap_ipc_lock = self.cap_ipc_lock
         child.user = self.user
         child.name = f"{self.name}.{next(_numbers)}"
         self.mem.enter()
-        while error == -EAGAIN:
-            # The files that it will map are kept before it does; again when one more was mapped meanwhile.
-            kept = a64_load_acquire(&mm.file_maps)
+        a32_fetch_add_acq_rel(&self.keeping, 1)
+        try:
             child.files = dict(self.files)
-            hide(child.files)
             with nogil:
-                error = fork_mm(child.mm, mm, kept)
-        self.mem.leave()
+                error = fork_mm(child.mm, mm)
+            # What was mapped before the lock was had. Until now nothing here has let go of a file.
+            if not mm_planted(4):
+                child.files.update(self.files)
+        finally:
+            hide(child.files)
+            a32_fetch_sub_acq_rel(&self.keeping, 1)
+            self.mem.leave()
+        forget_files(self, False)
         if error:
             self.ptr()
             raise no_frames(self.mem, "a page table or the copy of a pinned page in fork()")
@@ -533,15 +561,11 @@ cdef class MM:
             raise InvalidArgument("MMF_HAS_PINNED is never cleared")
         a64_fetch_or_relaxed(&self.ptr().flags, MMF_HAS_PINNED)
 
-cdef int fork_mm(mm_t *child, mm_t *mm, uint64_t kept) noexcept nogil:
-    """0, -ENOMEM, -ESRCH; -EAGAIN: more files than `kept` were mapped."""
+cdef int fork_mm(mm_t *child, mm_t *mm) noexcept nogil:
     cdef family_t *family
     cdef int error = mmap_write_lock(mm)
     if error:
         return error
-    if a64_load_acquire(&mm.file_maps) != kept and not mm_planted(4):
-        mmap_unlock(mm)
-        return -EAGAIN
     # Whoever comes from a page waits until all that maps it can be found.
     family = mm.family
     pthread_mutex_lock(&family.lock)

@@ -7,7 +7,7 @@ from mmcore.core.file cimport File, new_file
 from mmcore.core.filemap cimport file_del_mm, file_look, file_pages
 from mmcore.core.folio cimport count_arg
 from mmcore.core.hugetlb cimport hugetlb_reserve_file
-from mmcore.core.mm cimport MM, check_mlock
+from mmcore.core.mm cimport MM, check_mlock, forget_files
 from mmcore.core.pgtable cimport *
 from mmcore.core.space cimport *
 from mmcore.core.vma cimport do_munmap, find_area, vma_find, vma_lookup, vma_put, vma_ready
@@ -32,7 +32,7 @@ def do_mmap(MM self not None, size, uint64_t prot, uint64_t flags, file, uint64_
     cdef unsigned order = 0
     cdef int error = 0, kind = flags & 3
     cdef file_t *f = NULL
-    cdef bint shared = kind == MAP_SHARED or kind == MAP_SHARED_VALIDATE, fixed
+    cdef bint shared = kind == MAP_SHARED or kind == MAP_SHARED_VALIDATE, fixed, write
     fixed = (flags & (MAP_FIXED | MAP_FIXED_NOREPLACE)) != 0
     if size == 0:
         raise InvalidArgument("mmap() of length 0")
@@ -99,26 +99,32 @@ def do_mmap(MM self not None, size, uint64_t prot, uint64_t flags, file, uint64_
         v.file = f
     v.pgoff = offset >> m.page_shift
     # Kept before anything is mapped: whatever happens, a file lives as long as what maps it.
-    if file is not None:
-        self.files[f.id] = file
-        # Storing has made it known to the collector, which clears dicts: the file would go before what maps it.
-        PyObject_GC_UnTrack(<void *>self.files)
     self.mem.enter()
-    with nogil:
-        error = mmap_write_lock(mm)
-        if error == 0:
-            error = mmap_region(mm, &v, align, flags)
-            mmap_unlock(mm)
-        at = v.start
-        end = v.end
-        if error == 0 and (flags & MAP_POPULATE or v.flags & VM_LOCKED) and not v.flags & VM_PFNMAP:
-            # What cannot be populated is left for faults, as in the kernel.
-            start = at
-            if mmap_read_lock(mm) == 0:
-                if v.flags & (VM_READ | VM_WRITE) and access_stop(mm, start, end, (v.flags & (VM_WRITE | VM_SHARED)) == VM_WRITE) == end:
-                    touch_pages(mm, &start, end, (v.flags & (VM_WRITE | VM_SHARED)) == VM_WRITE, &faults)
+    a32_fetch_add_acq_rel(&self.keeping, 1)
+    try:
+        if file is not None:
+            self.files[f.id] = file
+            # Storing has made it known to the collector, which clears dicts: the file would go before what maps it.
+            PyObject_GC_UnTrack(<void *>self.files)
+        with nogil:
+            error = mmap_write_lock(mm)
+            if error == 0:
+                error = mmap_region(mm, &v, align, flags)
                 mmap_unlock(mm)
-    self.mem.leave()
+            at = v.start
+            end = v.end
+            if error == 0 and (flags & MAP_POPULATE or v.flags & VM_LOCKED) and not v.flags & VM_PFNMAP:
+                # What cannot be populated is left for faults, as in the kernel.
+                start = at
+                if mmap_read_lock(mm) == 0:
+                    write = (v.flags & (VM_WRITE | VM_SHARED)) == VM_WRITE
+                    if v.flags & (VM_READ | VM_WRITE) and access_stop(mm, start, end, write) == end:
+                        touch_pages(mm, &start, end, write, &faults)
+                    mmap_unlock(mm)
+    finally:
+        a32_fetch_sub_acq_rel(&self.keeping, 1)
+        self.mem.leave()
+    forget_files(self, error != 0)          # also what a fixed mapping has replaced
     if error == -ESRCH:
         self.ptr()
     if error == -EINVAL:
@@ -147,8 +153,6 @@ cdef int mmap_region(mm_t *mm, vma_t *v, uint64_t align, uint64_t flags) noexcep
     """Place, clear the place, reserve, map raw PFNs, insert. 0, -ENOMEM, -EINVAL, -EEXIST; v says where."""
     cdef uint64_t length = v.end - v.start, nr, i
     cdef int error = 0
-    if v.file != NULL:
-        a64_fetch_add_release(&mm.file_maps, 1)
     if flags & MAP_FIXED_NOREPLACE:
         i = vma_find(mm, v.start)
         if i < mm.nr_vmas and mm.vma[i].start < v.end:

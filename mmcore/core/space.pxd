@@ -200,7 +200,7 @@ cdef struct mm_t:
     uint64_t pinned_vm
     uint64_t total_faults
     uint64_t anon_id            # page.mapping of its anonymous pages
-    uint64_t file_maps          # files ever mapped, atomic: fork looks whether it kept all (mm.pyx)
+    uint64_t files_gone         # atomic: 1 when some file is not mapped any more, and MM keeps it still
     bint exited
 
 cdef struct swap_t:             # the model's swap: slots with a page's bytes and a count of the entries that name them
