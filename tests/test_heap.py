@@ -5,6 +5,7 @@ mmap(), by the C library's own count, so that a list or a table that nobody free
 """
 import ctypes
 import gc
+import os
 
 import pytest
 
@@ -12,8 +13,8 @@ import mmcore as mmc
 from injection_support import World
 from test_injection import CASES
 
-ROUNDS = 24
-WARM = 8
+LONG = os.environ.get("MMCORE_TEST_PROFILE") == "long"
+ROUNDS, WARM = (24, 8) if LONG else (8, 2)
 
 
 class Mallinfo(ctypes.Structure):
@@ -75,10 +76,10 @@ def test_nothing_is_left_in_the_heap(name):
     for site in (None, *sorted(sites)):
         for _ in range(WARM):
             one(build, site)
-        # A leak of one small block a round is 16 bytes and more, each time; what Python keeps grows now and then.
-        for _ in range(5):
+        # A leak of one small block a round is 16 bytes and more, each time; what Python keeps grows and shrinks now and then.
+        for _ in range(6):
             heap, space = growth(build, site)
-            if heap < 16 and space < 1 << 18:
+            if abs(heap) < 16 and space < 1 << 18:
                 break
         else:
             raise AssertionError(f"{heap:.0f} bytes of heap and {space:.0f} of address space a round, failing: {site}")
@@ -89,7 +90,7 @@ def test_a_leak_is_seen():
 
     def build(world):
         def call():
-            kept.append(ctypes.create_string_buffer(1000))      # above what Python takes from its own arenas
+            kept.append(ctypes.create_string_buffer(50000))
         return call, lambda _: None
 
-    assert growth(build, None)[0] > 500
+    assert growth(build, None)[0] > 40000

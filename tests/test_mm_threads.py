@@ -204,7 +204,7 @@ def test_an_address_space_that_exits_meanwhile_takes_no_more(what):
         with Memory("4M") as mem:
             file, mm = mmc.File(mem, 4 * PAGE), MM(mem)
             mm.write(mm.mmap(4 * PAGE), b"x")
-            call = {"fork": lambda: mm.fork().exit(), "mmap": lambda: mm.mmap(4 * PAGE, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_LOCKED),
+            call = {"fork": lambda: mm.fork().exit(), "mmap": lambda: mm.mmap(4 * PAGE, flags=ANON | mmc.MAP_LOCKED),
                     "mmap of a file": lambda: mm.mmap(4 * PAGE, flags=mmc.MAP_SHARED | mmc.MAP_POPULATE, file=file)}[what]
             done = []
 
