@@ -41,6 +41,15 @@ except (AttributeError, OSError):
     pytestmark = pytest.mark.skip(reason="needs mallinfo2() of glibc 2.33")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """What other tests have left is not looked at by each collection here."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def one(build, site):
     world = World(**getattr(build, "config", {}))
     call, undo = build(world)

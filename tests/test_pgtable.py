@@ -284,6 +284,9 @@ def test_a_page_table_is_nobodys_to_free_or_to_write():
                       lambda: list(mmc.sg_miter(sgt, mmc.SG_MITER_TO_SG))):
             with refused(mem, mmc.InvalidArgument, "nobody may write"):
                 write()
+        for mark in (mmc.folio_mark_dirty, mmc.folio_mark_dirty_lock, mmc.folio_start_writeback):
+            with refused(mem, mmc.BadPage, "page tables are the engine's"):
+                mark(table.folio)
         assert mmc.page_address(table).readonly and mmc.folio_address(table.folio).readonly
         mmc.get_page(table)
         mmc.put_page(table)

@@ -43,7 +43,8 @@ cdef object bytes_of(Memory mem, uint64_t pfn, uint64_t nr):
 def page_address(page):
     """Return a writable memoryview of the page's bytes; zeros when nobody wrote them since it was allocated.
 
-    Of the zero pages and of page tables the view is read-only. The view keeps the Memory from closing, but takes no reference on the page. Raises BadPage for a free page.
+    Of the zero pages and of page tables the view is read-only. The view keeps the Memory from closing, but takes no reference on
+    the page. Raises BadPage for a free page.
     """
     cdef uint64_t pfn
     cdef Memory mem = page_arg(page, &pfn)

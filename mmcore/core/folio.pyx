@@ -479,7 +479,8 @@ def folio_split(folio, new_order=0):
         raise MMError(_errno.ENOMEM, f"no frame for the page table that splitting a leaf on the folio at PFN {pfn:#x} takes", pfn=pfn)
     if error == -EAGAIN:
         refs, wants = <int32_t>refs_load(&mem.m.map[pfn]), expected_refs(&mem.m, pfn) + 1
-        why = "the caller holds none of its own: folio_get() first" if refs < wants else "somebody else holds or pins it; release that first"
+        why = "the caller holds none of its own: folio_get() first" if refs < wants else \
+            "somebody else holds or pins it; release that first"
         raise MMError(_errno.EAGAIN, f"the folio at PFN {pfn:#x} has {refs} references (pincount "
                                      f"{<int32_t>pincount_load(&mem.m.map[pfn])}) and {wants} are expected: {why}", pfn=pfn)
     return [folio_handle(mem, at) for at in range(pfn, pfn + (ONE << order), ONE << wanted)]

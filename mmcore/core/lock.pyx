@@ -186,6 +186,9 @@ cdef int dirtyable(Memory mem, uint64_t pfn, str call) except -1:
     if pfn == mem.m.zero_pfn:
         raise BadPage("the zero page stays clean", f"{call} on the zero page (PFN {pfn:#x}): it is shared by all and never "
                       "written. Nothing was changed", pfn=pfn)
+    if page_type_is(&mem.m.map[pfn], PGTY_table):
+        raise BadPage("page tables are the engine's", f"{call} on a page table (PFN {pfn:#x}): it has neither a file nor swap behind "
+                      "it. Nothing was changed", pfn=pfn)
     return 0
 
 
@@ -199,7 +202,8 @@ def folio_test_dirty(folio):
 def folio_mark_dirty(folio):
     """Set PG_dirty; True when it was clean. Counts in nr_dirty unless the folio is anonymous.
 
-    The caller holds the folio lock where the folio may be truncated. Raises BadPage for the zero page and a free folio.
+    The caller holds the folio lock where the folio may be truncated. Raises BadPage for the zero page, a page table and a free
+    folio.
     """
     cdef uint64_t pfn
     cdef Memory mem = folio_arg(folio, &pfn, True)

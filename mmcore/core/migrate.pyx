@@ -350,8 +350,8 @@ cdef int move_all(mem_t *m, const uint64_t *heads, uint64_t nr, uint64_t *bad, i
 
 cdef void wait_moved(mem_t *m, uint64_t head) noexcept nogil:
     """Until somebody else has moved a folio, or given up; a bound, since its frame may be isolated again. Takes no reference."""
-    cdef int i
-    for i in range(WAITS):
+    cdef int _turn
+    for _turn in range(WAITS):
         if not test_flag(&m.map[head], PG_mm_isolated):
             break
         cpu_relax()
