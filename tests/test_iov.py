@@ -491,11 +491,12 @@ def test_a_bio_is_released_whole_or_not_at_all(mem, pinned):
 
 
 @pytest.mark.parametrize("length, offset", [(1.5, 0), (True, 0), ("1", 0), (None, 0), (1, -1), (1, 0.0), (PAGE, 1), (0, 0), (-1, 0)])
-def test_pieces_that_are_no_part_of_a_page(mem, length, offset):
+def test_pieces_that_are_no_pages(mem, length, offset):
     bio, page, there = Bio(mem), mmc.alloc_page(mem), mmc.alloc_page(Memory("4M"))
     for call in (bio.map_page, bio.add_page):
-        with refused(mem, (TypeError, InvalidArgument)):
-            call(page, length, offset)
+        if (call, length, offset) != (bio.add_page, PAGE, 1):       # may go on into the next page
+            with refused(mem, (TypeError, InvalidArgument)):
+                call(page, length, offset)
         for other in (there, None, page.folio):
             with refused(mem, (TypeError, InvalidArgument)):
                 call(other, 1, 0)
@@ -505,3 +506,20 @@ def test_pieces_that_are_no_part_of_a_page(mem, length, offset):
         with pytest.raises(TypeError):
             bio_release_pages(wrong)
     assert bio.bvecs == []
+
+
+def test_a_piece_of_several_pages(mem):
+    """What iov_iter_extract_bvecs() names is added as it is; each page of it has its pin."""
+    folio = mmc.folio_alloc(mem, 3)
+    pages = PageList(mem, range(folio.pfn, folio.pfn + 8))
+    mmc.grab_pages(pages)
+    bio = Bio(mem)
+    mmc.grab_pages(pages[3:4])                          # of two pieces that touch it
+    bio.add_page(pages[1], 2 * PAGE + 100, 200)
+    bio.add_page(pages[3], PAGE - 300, 300)             # where that one ends
+    assert bio.bvecs == [[folio.pfn + 1, 200, 3 * PAGE - 200]] and folio.pincount == 8
+    for wrong in ((mem.page(mem.nr_pages - 1), PAGE, 1), (pages[0], 1, PAGE), (pages[0], 1 << 32, 0)):
+        with refused(mem, InvalidArgument):
+            bio.add_page(*wrong)
+    bio_release_pages(bio, True)
+    assert folio.pincount == 5 and folio.dirty

@@ -406,10 +406,9 @@ class WorldMachine(PinMachine):
         try:
             while it.count:
                 _, bvecs = iov_iter_extract_bvecs(it, it.count, most, mem=self.mem, pin=lambda *what: mmc.pin_user_pages_fast(mm, *what))
-                for page, _, size in bvecs:
-                    for pfn in range(page.pfn, page.pfn + size // PAGE):
-                        bio.add_page(self.mem.page(pfn), PAGE, 0)
-                        frames.append(pfn)
+                for page, offset, size in bvecs:
+                    bio.add_page(page, size, offset)
+                    frames += range(page.pfn, page.pfn + size // PAGE)
         except MMError as refusal:
             assert refusal.errno == errno.EFAULT
         assert len(frames) == wanted

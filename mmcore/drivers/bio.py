@@ -32,20 +32,23 @@ class Bio:
         mem.page(1)             # raises when it is closed
         self.mem, self.pins, self.bvecs = mem, bool(pins), []
 
-    def _piece(self, page, length, offset):
+    def _piece(self, page, length, offset, pages):
         if not isinstance(page, Page):
             raise TypeError(f"a Page is wanted, not {page!r}")
         if page.mem is not self.mem:
             raise InvalidArgument("the page belongs to another Memory than the bio", pfn=page.pfn)
         length, offset = _number(length, "length"), _number(offset, "offset")
-        if not 0 < length <= self.mem.page_size - offset:
-            raise InvalidArgument(f"{length} bytes at offset {offset} are no piece of a page of {self.mem.page_size}",
+        size = self.mem.page_size
+        if not length or offset >= size or offset + length > pages * size or length > BVEC_MOST:
+            raise InvalidArgument(f"{length} bytes at offset {offset} are no piece of {'a page' if pages == 1 else 'pages'} of {size}",
                                   pfn=page.pfn)
+        if not self.mem.pfn_valid(page.pfn + (offset + length - 1) // size):
+            raise InvalidArgument(f"{length} bytes at offset {offset} of PFN {page.pfn:#x} leave the Memory", pfn=page.pfn)
         return length, offset
 
     def map_page(self, page, length, offset):
         """Take a pin or reference on one page and add a piece of it (bio_map_user_iov, a page at a time)."""
-        length, offset = self._piece(page, length, offset)
+        length, offset = self._piece(page, length, offset, 1)
         if self.pins:
             try_grab_folio(page_folio(page), 1)
         else:
@@ -53,12 +56,14 @@ class Bio:
         self.add_page(page, length, offset)
 
     def add_page(self, page, length, offset):
-        """Add a piece of one page, whose pin or reference the caller took and the bio gives back.
+        """Add a piece that starts in a page, and may go on into the next ones. Kernel: bio_add_page().
+
+        The caller took a pin or reference on each page, and the bio gives them back.
 
         It joins the piece before when it starts where that ends. Within one page the second pin is then dropped at
         once: a piece has one for each page it touches, and release counts pages.
         """
-        length, offset = self._piece(page, length, offset)
+        length, offset = self._piece(page, length, offset, 1 << 32)
         shift = self.mem.page_size.bit_length() - 1
         start = (page.pfn << shift) + offset
         if self.bvecs:
