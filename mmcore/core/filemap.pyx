@@ -237,7 +237,7 @@ cdef void file_del_mm(file_t *f, mm_t *mm) noexcept nogil:
             f.mms[i] = f.mms[f.nr_mms]
             break
     if not maps(f, mm):
-        a64_store_release(&mm.files_gone, 1)
+        a64_store_release(&mm.files_gone, SOME_FILES if a64_load_acquire(&mm.files_gone) else f.id)
     pthread_mutex_unlock(&f.lock)
 
 cdef bint file_mapped(file_t *f, const mm_t *mm) noexcept nogil:

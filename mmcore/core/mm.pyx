@@ -73,15 +73,15 @@ cdef object forget_files(MM self, bint all):
     """
     cdef File file
     cdef mm_t *mm = self.mm
+    cdef uint64_t gone = a64_exchange_acq_rel(&mm.files_gone, 0)
     if all:
-        a64_store_release(&mm.files_gone, 1)
-    if a64_load_acquire(&mm.files_gone) == 0:
+        gone = SOME_FILES
+    if gone == 0:
         return
-    a64_store_release(&mm.files_gone, 0)
-    for file in list(self.files.values()):
+    for file in list(self.files.values()) if gone == SOME_FILES else filter(None, [self.files.get(gone)]):
         # Letting a file go may run anything, and another thread.
         if a32_load_acquire(&self.keeping):
-            a64_store_release(&mm.files_gone, 1)
+            a64_store_release(&mm.files_gone, SOME_FILES)
             return
         if not file_mapped(file.f, mm):
             self.files.pop(file.f.id, None)

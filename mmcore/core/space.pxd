@@ -130,8 +130,10 @@ cdef enum:
 cdef extern from *:
     """
     #define MM_CACHE_SWAP (1ULL << 62)
+    #define MM_SOME_FILES (~0ULL)
     """
     const uint64_t CACHE_SWAP "MM_CACHE_SWAP"
+    const uint64_t SOME_FILES "MM_SOME_FILES"       # no file's id
 
 cdef enum:                      # beside negative errno: what a fault or an access ends with
     FAULT_SIGBUS = -6001        # beyond the end of the file, no page, the device is gone
@@ -200,7 +202,7 @@ cdef struct mm_t:
     uint64_t pinned_vm
     uint64_t total_faults
     uint64_t anon_id            # page.mapping of its anonymous pages
-    uint64_t files_gone         # atomic: 1 when some file is not mapped any more, and MM keeps it still
+    uint64_t files_gone         # atomic: id of a file that is not mapped any more, and that MM keeps still; SOME_FILES: of several
     bint exited
 
 cdef struct swap_t:             # the model's swap: slots with a page's bytes and a count of the entries that name them
