@@ -65,7 +65,7 @@ stress: build
 	$(VENV)/bin/mmcore stress --seconds 60
 
 # Which lines of mmcore/ the suite runs; fails below 95 %.
-coverage: setup
+coverage: build
 	@$(PY) -m pip install -q 'coverage>=7.10'
 	$(PY) tests/coverage/run.py $(PYTEST_ARGS)
 
