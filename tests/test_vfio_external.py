@@ -194,6 +194,27 @@ def test_corner_c5_raw_pfns_that_have_reserved_pages():
     over(c, mm)
 
 
+@pytest.mark.parametrize("inside", [1, 0x800, PAGE - 1])
+def test_a_pin_that_starts_inside_a_page_of_raw_pfns(inside):
+    #   IOVA pages   | memory | registers |     registers have no struct page; the first page must not stay pinned
+    mem, mm = machine()
+    c = VFIOContainer(mem)
+    c.register_device(quiet)
+    addr = mapped(mm, 2 * PAGE)
+    mm.mmap(PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, File(mem, PAGE, "iomem"), 0, addr + PAGE)
+    c.map_dma(mm, addr, 0, 2 * PAGE)
+    for at, n in ((PAGE + inside, 1), (inside, 2)):
+        refused(c, EINVAL, lambda at=at, n=n: c.pin_pages(at, n, IOMMU_READ), mm, exactly="touched", match="no struct page")
+    raw = mm.mmap(PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, File(mem, PAGE, "pfnmap"))
+    pfn = mm.page_at(raw).pfn
+    poke(mem, pfn, "flags", int(mem.pages["flags"][pfn]) | int(PageFlags.reserved))
+    c.map_dma(mm, raw, 1 << 20, PAGE)
+    assert list(c.pin_pages((1 << 20) + inside, 1, IOMMU_READ).pfns) == [pfn]
+    assert c.mappings[1].pins == [((1 << 20) + inside, pfn, 1)]
+    c.unpin_pages((1 << 20) + inside, 1)
+    over(c, mm)
+
+
 def test_corner_c14_emulated_maps_touch_nothing():
     mem, mm = machine()
     c = VFIOContainer(mem)

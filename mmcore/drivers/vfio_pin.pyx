@@ -61,7 +61,7 @@ cdef int64_t follow_pfnmap(pinning_t *p, uint64_t vaddr, uint64_t npages, uint64
     """What the page table of a VM_PFNMAP mapping says, to the end of its leaf; `error` where there is none."""
     cdef mm_t *mm = p.d.mm
     cdef bint write = (p.d.prot & DMA_WRITE) != 0
-    cdef uint64_t table, e, left
+    cdef uint64_t table, e, at, leaf
     cdef uint64_t *entry
     cdef vma_t *v
     cdef int level, _tries, token
@@ -86,12 +86,14 @@ cdef int64_t follow_pfnmap(pinning_t *p, uint64_t vaddr, uint64_t npages, uint64
             continue
         if write and not e & PTE_RW:
             break
-        left = level_size(&mm.pgd, level) - (vaddr & (level_size(&mm.pgd, level) - 1))
-        pfn[0] = pte_pfn(e) + ((vaddr & (level_size(&mm.pgd, level) - 1)) >> p.m.page_shift)
+        # In pages: an external pin may start inside one.
+        leaf = level_size(&mm.pgd, level) >> p.m.page_shift
+        at = (vaddr >> p.m.page_shift) & (leaf - 1)
+        pfn[0] = pte_pfn(e) + at
         # A page that somebody counts references of is not to be mapped without one.
         p.pfn = pfn[0]
         if is_invalid_reserved_pfn(p.m, pfn[0]):
-            error = <int64_t>min(npages, left >> p.m.page_shift)
+            error = <int64_t>min(npages, leaf - at)
             p.why = PIN_GUP
         break
     pthread_rwlock_unlock(&mm.mmap_lock)
