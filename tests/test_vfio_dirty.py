@@ -210,6 +210,18 @@ def test_unmap_tells_the_last_bits_of_a_mapping():
     over(c, mm)
 
 
+def test_a_driver_that_stops_tracking_when_it_is_told():
+    mem, mm, c, addr = emulated(nr=4)
+    c.map_dma(mm, addr, 4 * PAGE, 4 * PAGE)
+    c.register_device(lambda at, size: c.dirty_pages_stop())
+    c.dirty_pages_start()
+    c.pin_pages(5 * PAGE, 1, IOMMU_READ)
+    with pytest.raises(InvalidArgument, match="tracking was stopped"):
+        c.unmap_dma(0, 8 * PAGE, GET_DIRTY, bitmap=bytearray(8), pgsize=PAGE)
+    assert [m.iova for m in c.mappings] == [4 * PAGE] and c.dma_avail == 65534
+    over(c, mm)
+
+
 def test_corner_c9_a_bitmap_that_cannot_be_written_at_the_second_mapping():
     """The words of mapping 0 lie on a page that is there, those of mapping 1 behind its end."""
     mem, mm, c, addr = emulated(nr=4)

@@ -429,6 +429,44 @@ def test_the_last_domain_takes_all_mappings_with_it():
     over(c, mm)
 
 
+@pytest.mark.parametrize("end", ["detach", "close", "unregister"])
+def test_a_driver_whose_pin_was_dropped_keeps_nothing_else(end):
+    """Every mapping and every other pin goes; the pin that is missing is named at the end."""
+    mem, mm = machine()
+    c = VFIOContainer(mem)
+    device = c.register_device(quiet)
+    for i in range(3):
+        c.map_dma(mm, mapped(mm, 4 * PAGE), i << 20, 4 * PAGE)
+    lost = c.pin_pages(0, 3, IOMMU_READ)
+    c.pin_pages(1 << 20, 2, IOMMU_READ)
+    unpin_user_page(lost[0])
+    if end == "unregister":
+        call = device.unregister
+    else:
+        # Both pins of the page: the driver's and the mapping's.
+        c.attach(IOMMUDomain(mem))
+        c.unregister_device(device)
+        unpin_user_page(lost[0])
+        call = c.close if end == "close" else lambda: c.detach(c.domains[0])
+    with pytest.raises(BadPage, match="pin underflow"):
+        call()
+    assert not c.mappings and not c.domains and c.dma_avail == 65535 and pins(mem) == mm.locked_vm == 0
+    c.close()
+    mem.check()
+
+
+def test_unpin_pages_goes_on_after_a_pin_that_was_dropped():
+    mem, mm = machine()
+    c = VFIOContainer(mem)
+    c.register_device(quiet)
+    c.map_dma(mm, mapped(mm, 4 * PAGE), 0, 4 * PAGE)
+    unpin_user_page(c.pin_pages(0, 4, IOMMU_READ)[1])
+    with pytest.raises(BadPage, match="pin underflow"):
+        c.unpin_pages(0, 4)
+    assert not c.mappings[0].pins and pins(mem) == 0
+    mem.check()
+
+
 def test_domains_of_different_leaves():
     mem, mm = machine()
     c = VFIOContainer(mem)

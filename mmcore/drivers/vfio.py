@@ -31,7 +31,7 @@ from ..core.size import format_size, parse_size
 from . import vfio_dirty
 from .vfio_dma import DmaTree, VFIODma, VFIOMapping, VFIOPin, word
 from .vfio_dirty import DirtyPages
-from .vfio_external import ExternalPins, VFIODevice
+from .vfio_external import ExternalPins, VFIODevice, all_of
 from .vfio_page import vfio_change_dma_owner, vfio_unpin_page_external
 from .vfio_pin import ACQUIRES, RELEASES, vfio_pin_map_dma, vfio_replay
 from .vfio_uapi import *
@@ -309,6 +309,9 @@ class VFIOContainer(ExternalPins, DirtyPages):
                     if dma.nr_pins:
                         waiting = dma
                         break
+                    if bits is not None and dma.bitmap is None:
+                        raise InvalidArgument(f"{call}: tracking was stopped by an on_dma_unmap; what came before IOVA "
+                                              f"{dma.iova:#x} is unmapped", addr=dma.iova)
                     if bits is not None:
                         vfio_dirty.update_user_bitmap(bits, dma, iova, self._shift, self._all_dirty(dma))
                     total += dma.size
@@ -419,11 +422,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
                     vfio_replay(dma, self.domains, domain, call)
                 done.append((dma, fresh))
         except BaseException:
-            for dma, fresh in reversed(done):
-                if fresh:
-                    vfio_unreplay(dma, domain, release)
-                else:
-                    vfio_unmap_domain(dma, domain)
+            all_of(partial(vfio_unreplay, dma, domain, release) if fresh else partial(vfio_unmap_domain, dma, domain)
+                   for dma, fresh in reversed(done))
             raise
 
     def detach(self, domain):
@@ -462,29 +462,22 @@ class VFIOContainer(ExternalPins, DirtyPages):
                         vfio_dirty.fill(dma)
 
     def _unmap_and_reaccount(self):
-        failed = None
-        for dma in self._tree:
-            try:
-                vfio_reaccount(dma, vfio_unmap_unpin(dma, self.domains, self._release_gen(), False))
-            except RuntimeError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        all_of(partial(self._reaccount, dma) for dma in self._tree)
+
+    def _reaccount(self, dma):
+        vfio_reaccount(dma, vfio_unmap_unpin(dma, self.domains, self._release_gen(), False))
 
     def _remove_all(self):
         """Unmap everything; pins that drivers still have go as well."""
-        failed = None
+        steps = []
         for dma in self._tree:
-            for pin in dma.pins():
-                for _ in range(pin.ref_count):
-                    vfio_unpin_page_external(dma, pin.iova, not self._attached, "detach")
-            try:
-                self._remove(dma, self._release_gen())
-            except RuntimeError as error:
-                failed = failed or error
-        self._tree.dmas.clear()
-        if failed is not None:
-            raise failed
+            steps += [partial(vfio_unpin_page_external, dma, pin.iova, not self._attached, "detach")
+                      for pin in dma.pins() for _ in range(pin.ref_count)]
+            steps.append(partial(self._remove, dma, self._release_gen()))
+        try:
+            all_of(steps)
+        finally:
+            self._tree.dmas.clear()
 
     # ---- the end -----------------------------------------------------------------------------------------------------
     def close(self):
@@ -492,15 +485,9 @@ class VFIOContainer(ExternalPins, DirtyPages):
         with self._lock:
             if self.closed:
                 return
-            self.closed, failed = True, None
+            self.closed = True
             self._devices.clear()
-            for step in (*[partial(self._detach, attached) for attached in reversed(self._attached)], self._remove_all):
-                try:
-                    step()
-                except RuntimeError as error:
-                    failed = failed or error
-            if failed is not None:
-                raise failed
+            all_of((*[partial(self._detach, attached) for attached in reversed(self._attached)], self._remove_all))
 
     def __enter__(self):
         self._open()

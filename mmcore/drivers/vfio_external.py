@@ -21,6 +21,7 @@ Kernel: vfio_iommu_type1_pin_pages(), _unpin_pages(), _dma_rw().
 """
 import errno
 import weakref
+from functools import partial
 
 from ..core.errors import InvalidArgument, MMError
 from ..core.pagelist import PageList
@@ -76,6 +77,18 @@ def _words(prot):
     return " and ".join(word for bit, word in ((1, "reading"), (2, "writing")) if prot & bit) or "nothing"
 
 
+def all_of(steps):
+    """Take every step of a release, whatever one of them finds; then raise what the first that failed raised."""
+    failed = None
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
 def pin_pages(mem, tree, iova, npage, prot, accounting, tracking, call):
     """Pin npage pages from an IOVA on, a page apart; returns their PageList."""
     shift = mem.page_size.bit_length() - 1
@@ -88,18 +101,16 @@ def pin_pages(mem, tree, iova, npage, prot, accounting, tracking, call):
             done.append((dma, at))
             if tracking:
                 vfio_dirty.mark(dma, at, at, shift)
+        return PageList(mem, pfns)
     except BaseException:
-        for dma, at in done:
-            vfio_unpin_page_external(dma, at, accounting, call)
+        all_of(partial(vfio_unpin_page_external, dma, at, accounting, call) for dma, at in done)
         raise
-    return PageList(mem, pfns)
 
 
 def unpin_pages(mem, tree, iova, npage, accounting, call):
     """Unpin npage pages from an IOVA on; what is not pinned at exactly that IOVA is passed over."""
     found = [(covering(tree, at, call), at) for at in range(iova, iova + npage * mem.page_size, mem.page_size)]
-    for dma, at in found:
-        vfio_unpin_page_external(dma, at, accounting, call)
+    all_of(partial(vfio_unpin_page_external, dma, at, accounting, call) for dma, at in found)
 
 
 def dma_rw(tree, iova, data, length, write, tracking, shift, call):
