@@ -231,3 +231,81 @@ def test_a_thp_of_a_file_with_a_broken_page_is_mapped_by_pages():
         with refused(mem, MMError, "hwpoison", errno.EFAULT):
             mm.read(again + 5 * PAGE, 1)
         mem.check()
+
+
+def test_a_broken_page_is_neither_swapped_nor_collapsed():
+    with Memory("64M") as mem, MM(mem) as mm:
+        addr = mm.mmap(HUGE)
+        mm.madvise(addr, HUGE, mmc.MADV_NOHUGEPAGE)
+        mm.write(addr, b"x" * 3 * PAGE)
+        broken = mm.page_at(addr + PAGE)
+        mem.memory_failure(broken)
+        mm.madvise(addr, 3 * PAGE, mmc.MADV_PAGEOUT)
+        assert [mm.page_at(addr + i * PAGE) for i in range(3)] == [None, broken, None]
+        assert not mmc.reclaim(broken.folio)
+        mm.madvise(addr, HUGE, mmc.MADV_HUGEPAGE)
+        with pytest.raises(InvalidArgument):
+            mm.madvise(addr, HUGE, mmc.MADV_COLLAPSE)
+        with refused(mem, MMError, "hwpoison", errno.EFAULT):
+            mm.read(addr + PAGE, 1)
+        assert mm.page_at(addr + PAGE) == broken and mm.read(addr, PAGE) == b"x" * PAGE
+        mem.check()
+
+
+@pytest.mark.parametrize("hugetlb", [False, True])
+def test_fork_does_not_copy_a_broken_page(hugetlb):
+    #   pinned: fork would copy it for the child
+    with Memory("64M", hugetlb={"2M": 4}) as mem, MM(mem) as mm:
+        flags = mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | (mmc.MAP_HUGETLB if hugetlb else 0)
+        addr = mm.mmap(HUGE if hugetlb else PAGE, flags=flags)
+        mm.write(addr, b"x")
+        pages = mmc.pin_user_pages(mm, addr, 1)
+        mem.memory_failure(pages[0])
+        with pytest.raises(MMError) as caught:
+            mm.fork()
+        assert caught.value.errno == EHWPOISON
+        mmc.unpin_user_pages(pages)
+        with mm.fork() as child, refused(mem, MMError, "hwpoison", errno.EFAULT):
+            child.read(addr, 1)
+        mem.check()
+
+
+@pytest.mark.parametrize("mapped_before", [False, True])
+def test_a_private_mapping_does_not_copy_a_broken_hugetlb_page(mapped_before):
+    with Memory("64M", hugetlb={"2M": 4}) as mem, MM(mem) as mm:
+        file = File(mem, HUGE, "hugetlbfs")
+        file.write(0, b"x")
+        private = mm.mmap(HUGE, flags=mmc.MAP_PRIVATE, file=file)
+        if mapped_before:
+            mm.read(private, 1)
+        mem.memory_failure(mem.page(file.page_at(0).pfn + 3))
+        with pytest.raises(MMError, match="hwpoison"):
+            mm.write(private, b"y")
+        with pytest.raises(MMError) as caught:
+            mmc.pin_user_pages(mm, private, 1, mmc.FOLL_WRITE | mmc.FOLL_HWPOISON)
+        assert caught.value.errno == EHWPOISON and mm.read(private, 1) == b"x"
+        mem.check()
+
+
+def test_a_device_is_not_shown_a_broken_page():
+    with Memory("64M") as mem, MM(mem) as mm:
+        addr = mm.mmap(3 * PAGE)
+        mm.write(addr, b"x" * 3 * PAGE)
+        mem.memory_failure(mm.page_at(addr + PAGE))
+        words = mmc.hmm_range_fault(mm, addr, 3)
+        assert [int(word) >> 61 for word in words] == [0b110, 0b001, 0b110]     # VALID and WRITE; ERROR
+        with refused(mem, MMError, errno=errno.EFAULT):
+            mmc.hmm_range_fault(mm, addr, 3, mmc.HMM_PFN_REQ_FAULT)
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4", "hugetlbfs"])
+def test_file_io_on_a_broken_page(kind):
+    with Memory("64M", hugetlb={"2M": 4}) as mem:
+        file = File(mem, HUGE, kind)
+        file.write(0, b"x" * 3 * PAGE)
+        mem.memory_failure(file.page_at(PAGE))
+        for call in (lambda: file.read(PAGE + 9, 1), lambda: file.write(PAGE, b"y")):
+            with refused(mem, MMError, "hwpoison", errno.EIO):
+                call()
+        assert file.read(0, PAGE) + file.read(2 * PAGE, PAGE) == b"x" * 2 * PAGE
+        mem.check()

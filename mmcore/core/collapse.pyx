@@ -16,7 +16,7 @@ cdef int page_refuses(mm_t *mm, uint64_t e) noexcept nogil:
     if not pte_present(e):
         return -EAGAIN
     head = compound_head_pfn(m.map, pte_pfn(e))
-    if not folio_is_anon(&m.map[head]):
+    if not folio_is_anon(&m.map[head]) or test_flag(&m.map[pte_pfn(e)], PG_hwpoison):
         return -EINVAL
     # A reference that no mapping explains: a pin, or somebody who looks at it.
     if <int64_t><int32_t>a32_load_acquire(&m.map[head]._refcount) != folio_mapcount_of(&m.map[head]) \

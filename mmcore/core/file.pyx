@@ -9,6 +9,7 @@ from libc.errno cimport EBUSY
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 cimport cython
+from mmcore.core.fault cimport EHWPOISON
 from mmcore.core.filemap cimport (dax_drop, file_drop, file_look, file_page, file_pages, file_room, file_write_page,
                                   is_page)
 from mmcore.core.folio cimport count_arg, put_refs, split
@@ -170,7 +171,8 @@ cdef class File:
     def read(self, offset, n):
         """Read n bytes from a byte offset, as read(2) does: shorter at the end of the file. Returns bytes.
 
-        secretmem and pfnmap cannot be read (MMError(EINVAL)). Raises MMError(ENOMEM) when a page cannot be brought in.
+        secretmem and pfnmap cannot be read (MMError(EINVAL)). Raises MMError(ENOMEM) when a page cannot be brought in,
+        MMError(EIO) when one is broken.
         """
         cdef file_t *f = self.ptr()
         cdef uint64_t at = count_arg(offset, "offset", 0, ~<uint64_t>0), left = count_arg(n, "n", 0, ~<uint64_t>0)
@@ -184,7 +186,8 @@ cdef class File:
     def write(self, offset, data):
         """Write bytes at a byte offset, as write(2) does; tmpfs and ext4 files grow. Returns the number of bytes.
 
-        Raises MMError: EINVAL for secretmem and pfnmap, EFBIG past the end of files that cannot grow, ENOMEM.
+        Raises MMError: EINVAL for secretmem and pfnmap, EFBIG past the end of files that cannot grow, ENOMEM, EIO
+        (a broken page).
         """
         cdef file_t *f = self.ptr()
         cdef uint64_t at = count_arg(offset, "offset", 0, ONE << 62)        # the end does not wrap
@@ -366,6 +369,8 @@ cdef int io_page(file_t *f, uint64_t at, uint8_t *data, uint64_t n, bint write) 
     error = file_page(f, index, False, &pfn)
     if error:
         return error
+    if test_flag(&m.map[pfn], PG_hwpoison):
+        return -EHWPOISON
     if write:
         copy_shared(page_bytes(m, pfn) + inside, data, n)
         mark_dirty(m, compound_head_pfn(m.map, pfn))
@@ -396,6 +401,9 @@ cdef int file_io(File self, uint64_t at, object data, bint write) except -1:
     self.mem.leave()
     if error == FAULT_SIGBUS:
         raise MMError(_errno.EIO, f"I/O at {at + done:#x}: {sigbus(f, at + done)}")
+    if error == -EHWPOISON:
+        raise MMError(_errno.EIO, f"I/O at {at + done - step:#x}: the page in the cache is broken (hwpoison): truncate() the file "
+                                  "before it, or go around it")
     if error:
         raise MMError(-error, f"no free page for offset {at + done:#x} of the file: free memory, or make a larger Memory")
     return 0

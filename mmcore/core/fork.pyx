@@ -1,6 +1,6 @@
 """Copying address spaces."""
 from libc.errno cimport EAGAIN, ENOMEM
-from mmcore.core.fault cimport anon_flags, anon_page_init, copy_page_bytes, vma_entry_bits
+from mmcore.core.fault cimport EHWPOISON, anon_flags, anon_page_init, copy_page_bytes, vma_entry_bits
 from mmcore.core.filemap cimport file_add_mm
 from mmcore.core.frames cimport give_pages, take_pages
 from mmcore.core.hugetlb cimport hugetlb_copy
@@ -56,6 +56,8 @@ cdef int copy_present(fork_t *k, const vma_t *v, uint64_t *entry, uint64_t *chil
     head = compound_head_pfn(m.map, pfn)
     if folio_is_anon(&m.map[head]) and test_flag(page, PG_owner_2):
         if needs_cow_for_dma(k, &m.map[head]):
+            if test_flag(page, PG_hwpoison):
+                return -EHWPOISON       # not to be copied, and not to be shared
             new = stash_take(k)
             if new == 0:
                 return -ENOMEM
@@ -111,7 +113,7 @@ cdef int copy_ptes(fork_t *k, vma_t *v, uint64_t source, uint64_t table, uint64_
 cdef int copy_leaf(fork_t *k, vma_t *v, uint64_t table, uint64_t *entry, uint64_t addr, int level) noexcept nogil:
     """A PMD or PUD leaf. -EAGAIN: pinned, so that it must go page by page."""
     cdef mem_t *m = k.m
-    cdef uint64_t e, pfn, new, to
+    cdef uint64_t e, pfn, new = 0, to
     cdef uint64_t *child
     cdef page_t *head
     cdef int error = 0
@@ -132,9 +134,10 @@ cdef int copy_leaf(fork_t *k, vma_t *v, uint64_t table, uint64_t *entry, uint64_
         if folio_is_anon(head) and test_flag(head, PG_owner_2) and needs_cow_for_dma(k, head):
             error = -EAGAIN
             if folio_is_hugetlb(head):
-                new = hugetlb_copy(k.child, pfn, v.order, False, page_index(k.mm, v, addr), k.child.anon_id)
-                error = 0 if new else -ENOMEM
-                if new:
+                error = hugetlb_copy(k.child, pfn, v.order, False, page_index(k.mm, v, addr), k.child.anon_id, &new)
+                if error == FAULT_SIGBUS:
+                    error = -ENOMEM
+                if error == 0:
                     child[0] = (new << PTE_PFN_SHIFT) | vma_entry_bits(v) | PTE_PSE | PTE_DIRTY | PTE_SOFT_DIRTY \
                         | (PTE_RW if v.flags & VM_WRITE else 0)
                     table_used(m, to)[0] += 1

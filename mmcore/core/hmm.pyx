@@ -68,6 +68,8 @@ cdef uint64_t look(const mm_t *mm, const vma_t *v, uint64_t addr) noexcept nogil
     if e & PTE_SPECIAL and pfn != mm.m.zero_pfn and pfn != mm.m.huge_zero_pfn:
         return ERROR
     pfn += (addr & (level_size(g, level) - 1)) >> g.shift
+    if pfn < mm.m.nr_pages and test_flag(&mm.m.map[pfn], PG_hwpoison):
+        return ERROR    # no fault mends it
     return pfn | VALID | (WRITE if e & PTE_RW else 0) | (<uint64_t>level_order(g, level) << ORDER_SHIFT)
 
 cdef int range_fault(mm_t *mm, uint64_t start, uint64_t *words, uint64_t nr, uint64_t default_flags, uint64_t mask,

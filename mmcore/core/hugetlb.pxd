@@ -11,5 +11,6 @@ from mmcore.core.space cimport *
 from mmcore.core.pgtable cimport pgd_t
 
 cdef int hugetlb_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noexcept nogil
-cdef uint64_t hugetlb_copy(mm_t *mm, uint64_t source, unsigned order, bint reserved, uint64_t index, uint64_t mapping) noexcept nogil
+cdef int hugetlb_copy(mm_t *mm, uint64_t source, unsigned order, bint reserved, uint64_t index, uint64_t mapping,
+                      uint64_t *new) noexcept nogil     # 0, FAULT_SIGBUS: the pool is empty, -EHWPOISON
 cdef int hugetlb_reserve_file(file_t *f, uint64_t index, uint64_t nr) noexcept nogil     # huge indices; all or nothing

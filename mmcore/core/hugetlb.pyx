@@ -1,6 +1,6 @@
 """hugetlb mappings."""
 from mmcore.core.buddy cimport alloc_hugetlb_reserved, reserve_hugetlb
-from mmcore.core.fault cimport (FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, copy_page_bytes, is_numa_hint, note_anon, vma_entry_bits,
+from mmcore.core.fault cimport (EHWPOISON, FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, copy_page_bytes, is_numa_hint, note_anon, vma_entry_bits,
                                 written_bits)
 from mmcore.core.filemap cimport file_page
 from mmcore.core.lock cimport mark_dirty
@@ -22,13 +22,17 @@ cdef uint64_t huge_new(mm_t *mm, unsigned order, bint reserved, uint64_t index, 
     leaf_map(head, 0)
     return pfn
 
-cdef uint64_t hugetlb_copy(mm_t *mm, uint64_t source, unsigned order, bint reserved, uint64_t index,
-                           uint64_t mapping) noexcept nogil:
-    cdef uint64_t i, pfn = huge_new(mm, order, reserved, index, mapping)
-    if pfn:
-        for i in range(ONE << order):
-            copy_page_bytes(mm.m, pfn + i, source + i)
-    return pfn
+cdef int hugetlb_copy(mm_t *mm, uint64_t source, unsigned order, bint reserved, uint64_t index, uint64_t mapping,
+                      uint64_t *new) noexcept nogil:
+    cdef uint64_t i
+    if (a64_load_relaxed(&as_folio(&mm.m.map[source])._flags_1) >> PG_has_hwpoisoned) & 1:
+        return -EHWPOISON
+    new[0] = huge_new(mm, order, reserved, index, mapping)
+    if new[0] == 0:
+        return FAULT_SIGBUS
+    for i in range(ONE << order):
+        copy_page_bytes(mm.m, new[0] + i, source + i)
+    return 0
 
 cdef int no_page(mm_t *mm, vma_t *v, uint64_t table, uint64_t *entry, uint64_t addr, bint write) noexcept nogil:
     """An entry that is none. A private mapping gets a page of its own also for reading: there is no huge zero page here."""
@@ -47,9 +51,9 @@ cdef int no_page(mm_t *mm, vma_t *v, uint64_t table, uint64_t *entry, uint64_t a
         if error:
             return error
         if private and write:
-            pfn = hugetlb_copy(mm, pfn, v.order, reserved, index, mm.anon_id)
-            if pfn == 0:
-                return FAULT_SIGBUS
+            error = hugetlb_copy(mm, pfn, v.order, reserved, index, mm.anon_id, &pfn)
+            if error:
+                return error
             note_anon(v)
         else:
             leaf_map(&m.map[pfn], 1)
@@ -65,9 +69,10 @@ cdef int no_page(mm_t *mm, vma_t *v, uint64_t table, uint64_t *entry, uint64_t a
 
 cdef int huge_wp(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t e, uint64_t addr, bint unshare) noexcept nogil:
     cdef mem_t *m = mm.m
-    cdef uint64_t pfn = pte_pfn(e), new
+    cdef uint64_t pfn = pte_pfn(e), new = 0
     cdef page_t *head = &m.map[pfn]
     cdef zap_t z
+    cdef int error
     if v.flags & VM_SHARED:
         if not unshare:
             a64_store_release(entry, e | PTE_ACCESSED | written_bits(v))
@@ -80,10 +85,10 @@ cdef int huge_wp(mm_t *mm, vma_t *v, uint64_t *entry, uint64_t e, uint64_t addr,
             a64_store_release(entry, e | PTE_ACCESSED | written_bits(v))
         return 0
     # The promise is for the first page of its own; what it had and shares since a fork was that already.
-    new = hugetlb_copy(mm, pfn, v.order, (v.flags & VM_HUGE_RESV) != 0 and not folio_is_anon(head), page_index(mm, v, addr),
-                       mm.anon_id)
-    if new == 0:
-        return FAULT_SIGBUS
+    error = hugetlb_copy(mm, pfn, v.order, (v.flags & VM_HUGE_RESV) != 0 and not folio_is_anon(head), page_index(mm, v, addr),
+                         mm.anon_id, &new)
+    if error:
+        return error
     note_anon(v)
     a64_store_release(entry, (new << PTE_PFN_SHIFT) | vma_entry_bits(v) | PTE_PSE | PTE_ACCESSED
                       | (e & PTE_SOFT_DIRTY if unshare else written_bits(v)))

@@ -355,7 +355,8 @@ cdef class MM:
     def fork(self):
         """Return a copy of the address space that shares its pages until one side writes; pinned pages are copied at once.
 
-        Raises MMError(ENOMEM) when there is no frame for a table or a copy; there is no child then. Kernel: dup_mm().
+        Raises MMError(ENOMEM) when there is no frame for a table or a copy, MMError(EHWPOISON) when a pinned page is broken;
+        there is no child then. Kernel: dup_mm().
         """
         cdef mm_t *mm = self.ptr()
         cdef MM child = new_mm(self.mem)
@@ -380,6 +381,9 @@ cdef class MM:
         forget_files(self, False)
         if error:
             self.ptr()
+            if error == -EHWPOISON:
+                raise MMError(EHWPOISON, "fork(): a page that is pinned, and so would be copied for the child, is broken (hwpoison): "
+                                         "unpin it, or munmap() it")
             raise no_frames(self.mem, "a page table or the copy of a pinned page in fork()")
         return child
 

@@ -306,7 +306,9 @@ cdef int reclaim_folio(mem_t *m, uint64_t head) noexcept nogil:
         page = &m.map[head + i]
         one = -EBUSY
         if i == 0 or trylock(page):
-            one = reclaim_anon(m, head + i) if anon else reclaim_file(m, head + i)
+            # A broken page has nothing that could be written to swap or to a disk.
+            if not test_flag(page, PG_hwpoison):
+                one = reclaim_anon(m, head + i) if anon else reclaim_file(m, head + i)
             if one:
                 unlock(m, head + i)
         if one:
@@ -318,7 +320,7 @@ cdef int reclaim_folio(mem_t *m, uint64_t head) noexcept nogil:
 def reclaim(folio):
     """Try to take a folio's frames away, from everyone who maps it: to swap, or to its file's disk. Tells whether it went.
 
-    What is pinned, held by somebody else, locked, hugetlb, secretmem or a device's stays. A large folio is split first, and
+    What is pinned, held by somebody else, locked, broken, hugetlb, secretmem or a device's stays. A large folio is split first, and
     goes page by page. Kernel: shrink_folio_list() of one folio; MADV_PAGEOUT passes over what others map, this does not.
     """
     cdef uint64_t pfn
