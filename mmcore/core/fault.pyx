@@ -513,6 +513,8 @@ cdef int handle_mm_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noex
         if flags & FAULT_FLAG_UNSHARE or (write and not e & PTE_RW):
             if level == 1:
                 return do_huge_wp(mm, v, table, entry, addr, flags)
+            if not v.flags & VM_SHARED:
+                return split_leaf(mm, v, addr)      # and the copy of one page is made at the next look
             mark_access(entry, PTE_RW | PTE_ACCESSED | PTE_DIRTY | PTE_SOFT_DIRTY)
             return 0
         mark_access(entry, PTE_ACCESSED | (PTE_DIRTY | PTE_SOFT_DIRTY if write else 0))

@@ -32,7 +32,7 @@ cdef inline int vma_level(const mm_t *mm, const vma_t *v) noexcept nogil:
 cdef void zap_begin(zap_t *z, mm_t *mm) noexcept nogil
 cdef void zap_range(zap_t *z, vma_t *v, uint64_t start, uint64_t end) noexcept nogil
 cdef void zap_end(zap_t *z) noexcept nogil
-cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil      # a PMD leaf into PTEs; 0, -ENOMEM
+cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil      # a PMD leaf into PTEs, a PUD leaf away; 0, -ENOMEM
 cdef int split_at(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil        # no leaf spans addr after; 0, -ENOMEM
 cdef void rss_add(mm_t *mm, uint64_t head, int64_t pages) noexcept nogil   # by what the folio is
 cdef int put_mapping(mem_t *m, uint64_t head, uint32_t refs) noexcept nogil

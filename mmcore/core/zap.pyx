@@ -260,9 +260,23 @@ cdef void zap_hugetlb(mm_t *mm, vma_t *v, uint64_t start, uint64_t end) noexcept
             v.flags &= ~VM_HUGE_RESV
 
 # ---- splitting leaves -------------------------------------------------------------------------------------------------
+cdef void drop_device_leaf(mm_t *mm, uint64_t table, uint64_t *entry, int level) noexcept nogil:
+    cdef uint64_t e
+    cdef zap_t z
+    zap_begin(&z, mm)
+    table_lock(z.m, table)
+    if pte_leaf(a64_load_relaxed(entry), level):
+        e = a64_exchange_acq_rel(entry, 0)
+        table_used(z.m, table)[0] -= 1
+        zap_one(&z, e, level)
+    table_unlock(z.m, table)
+    zap_end(&z)
+
 cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
     """Map the pages of a PMD leaf by PTEs instead. Every page keeps what it had: write, dirty, soft-dirty, exclusive.
 
+    A PUD leaf, and a leaf over base pages, which nothing counts there and PTEs would, are a device's. They go, as the kernel
+    lets leaves of files go, and the next access maps their pages again.
     The references for the 511 further mappings are taken before the entry changes, so that at no moment a mapping is
     without one. The leaf may be gone, or split by another, when the lock is had: then there is nothing to do.
     """
@@ -274,7 +288,11 @@ cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
     cdef uint64_t *pte
     cdef page_t *head
     cdef bint exclusive
-    if level != 1 or not pte_leaf(a64_load_acquire(entry), 1):
+    e = a64_load_acquire(entry)
+    if not pte_leaf(e, level):
+        return 0
+    if level > 1 or (not e & PTE_SPECIAL and not counts_mappings(m, pte_pfn(e))):
+        drop_device_leaf(mm, table, entry, level)
         return 0
     new = table_alloc(g)
     if new == 0:
@@ -287,14 +305,6 @@ cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
         table_discard(g, new)
         return 0
     pfn = pte_pfn(e)
-    if not e & PTE_SPECIAL and not counts_mappings(m, pfn):
-        # Base pages of a device behind a leaf: nothing counts them there, and PTEs would. The leaf goes, as the kernel lets
-        # leaves of files go, and the next access maps them again.
-        a64_store_release(entry, 0)
-        table_used(m, table)[0] -= 1
-        table_unlock(m, table)
-        table_discard(g, new)
-        return 0
     if e & PTE_SPECIAL and pfn == m.huge_zero_pfn:
         for i in range(nr):
             pte[i] = (m.zero_pfn << PTE_PFN_SHIFT) | (e & ~(PTE_PFN_MASK | PTE_PSE))
@@ -326,7 +336,7 @@ cdef int split_leaf(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
 cdef int split_at(mm_t *mm, vma_t *v, uint64_t addr) noexcept nogil:
     cdef int level = 1
     cdef uint64_t table, e
-    if v.flags & VM_HUGETLB or addr & (level_size(&mm.pgd, 1) - 1) == 0:
+    if v.flags & VM_HUGETLB:
         return 0
     e = a64_load_acquire(walk_find(&mm.pgd, addr, &level, &table))
-    return split_leaf(mm, v, addr) if level == 1 and pte_leaf(e, 1) else 0
+    return split_leaf(mm, v, addr) if pte_leaf(e, level) and addr & (level_size(&mm.pgd, level) - 1) else 0
