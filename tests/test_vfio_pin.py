@@ -425,6 +425,25 @@ def test_of_a_limit_and_a_hole_the_lower_address_is_told(acquire):
 
 
 @pytest.mark.parametrize("acquire", ACQUIRES)
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_run_before_a_hole_is_not_mapped(acquire, raw):
+    #   | memory or registers | hole |    the hole ends the call that would have returned the run: no IOMMU, no has_rsvd
+    mem, mm = machine()
+    addr = mapped(mm, 4 * PAGE)
+    if raw:
+        mm.mmap(2 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, File(mem, 2 * PAGE, "iomem"), 0, addr)
+    mm.munmap(addr + 2 * PAGE, PAGE)
+    c = VFIOContainer(mem, acquire=acquire)
+    c.map_dma(mm, addr, 0, 4 * PAGE)
+    domain = IOMMUDomain(mem)
+    with mem.inject("iommu_map"), pytest.raises(MMError) as caught:
+        c.attach(domain)
+    assert caught.value.errno == EFAULT and domain.map_calls == 0 and not c.mappings[0].has_rsvd
+    assert pins(mem) == mm.locked_vm == 0
+    over(c, mm)
+
+
+@pytest.mark.parametrize("acquire", ACQUIRES)
 def test_raw_pfns_with_pages_are_refused(acquire):
     """A pfnmap of frames that somebody counts references of; and one that may not be written."""
     mem, mm = machine()

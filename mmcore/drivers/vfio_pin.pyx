@@ -264,6 +264,9 @@ cdef int64_t next_gathered(pinning_t *p, uint64_t vaddr, uint64_t *base) noexcep
     rsvd = is_invalid_reserved_pfn(p.m, run.pfn)
     acct = 0 if rsvd else <int64_t>run.nr - vpfn_pages(d, d.iova + (vaddr - d.vaddr), run.nr)
     error = over_limit(p, acct) if acct else 0
+    if error == 0 and p.error and p.next_run + 1 == p.gathered.n:
+        # The call of the kernel that takes this run meets the error before it ends, and takes nothing.
+        return p.error
     if error == 0:
         d.has_rsvd = d.has_rsvd or rsvd
         error = charge(p, acct)
