@@ -308,4 +308,6 @@ def test_file_io_on_a_broken_page(kind):
             with refused(mem, MMError, "hwpoison", errno.EIO):
                 call()
         assert file.read(0, PAGE) + file.read(2 * PAGE, PAGE) == b"x" * 2 * PAGE
+        assert file.writeback() == (2 if kind == "ext4" else 0)
+        assert file.page_at(PAGE).folio.dirty
         mem.check()

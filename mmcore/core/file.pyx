@@ -203,7 +203,7 @@ cdef class File:
     def writeback(self):
         """Write the dirty pages of an ext4 file to its disk; returns how many. Other kinds have nothing to write: 0.
 
-        Shared entries are write-protected first, so that the next write through them is noticed.
+        Shared entries are write-protected first, so that the next write through them is noticed. A broken page stays dirty.
         """
         cdef file_t *f = self.ptr()
         cdef uint64_t i, written = 0, pfn, head
@@ -219,7 +219,7 @@ cdef class File:
                     head = compound_head_pfn(f.m.map, pfn)
                     # With the last of its pages, when all of them are protected. What a truncation left is beyond the end.
                     if (i + 1 == file_pages(f) or pfn + 1 == head + (ONE << folio_order_of(&f.m.map[head]))) \
-                            and test_flag(&f.m.map[head], PG_dirty):
+                            and test_flag(&f.m.map[head], PG_dirty) and not test_flag(&f.m.map[pfn], PG_hwpoison):
                         file_write_page(f, head)
                         written += ONE << folio_order_of(&f.m.map[head])
             pthread_mutex_unlock(&f.lock)
