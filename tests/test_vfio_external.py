@@ -461,7 +461,7 @@ def test_unpin_pages_goes_on_after_a_pin_that_was_dropped():
     c.register_device(quiet)
     c.map_dma(mm, mapped(mm, 4 * PAGE), 0, 4 * PAGE)
     unpin_user_page(c.pin_pages(0, 4, IOMMU_READ)[1])
-    with pytest.raises(BadPage, match="pin underflow"):
+    with pytest.raises(BadPage, match="pin underflow.*What was to go is gone all the same"):
         c.unpin_pages(0, 4)
     assert not c.mappings[0].pins and pins(mem) == 0
     mem.check()

@@ -165,9 +165,8 @@ cdef object putting_failed(Memory mem, putting_t *u, str call):
         raise_pending()
     if u.bad:
         error = bad_page(mem, u.bad, u.bad_pfn, u.bad_count, call)
-        raise BadPage(error.law, f"{error.reason.partition('. Nothing')[0]}. The mapping is gone all the same; all "
-                                 "other pages were "
-                                 "unpinned", pfn=error.pfn)
+        raise BadPage(error.law, f"{error.reason.partition('. Nothing')[0]}. What was to go is gone all the same, "
+                                 "and all other pages were unpinned", pfn=error.pfn)
     if u.early:
         raise BadPage("unpin after the IOTLB flush", f"{call}: {u.early} pages were unpinned while a device could "
                                                      "still reach them")
