@@ -73,12 +73,15 @@ def test_a_region_that_cannot_be_closed_keeps_its_domain_open():
     mem, mm, dev = machine()
     pd = ProtectionDomain(dev, mm)
     addr = mapped(mm, 2 * PAGE)
+    others = [pd.reg_mr(mapped(mm, PAGE), PAGE, RW)]
     mr = pd.reg_mr(addr, 2 * PAGE, RW)
+    others.append(pd.reg_mr(mapped(mm, PAGE), PAGE, RW))
     page = mm.page_at(addr)
     unpin_user_page(page)
     with pytest.raises(BadPage):
         pd.close()
     assert not pd.closed and not mr.closed and pd.mrs == [mr] and mm.pinned_vm == 2
+    assert all(other.closed for other in others)
     grab_pages(PageList(mem, [page.pfn]))
     pd.close()
     assert mr.closed and pins(mem) == 0

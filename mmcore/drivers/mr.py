@@ -13,6 +13,7 @@ from ..core.errors import InvalidArgument, MMError
 from ..core.mm import MM
 from ..ledger import holding
 from .ibaccess import IB_ACCESS, ib_access_writable, ib_check_mr_access, ib_umem_check_rereg
+from .steps import all_of
 from .umem import IBDevice, ib_umem_get, ib_umem_release
 
 __all__ = ["ProtectionDomain", "MR"]
@@ -62,8 +63,7 @@ class ProtectionDomain:
                 return
             self.closed = True      # no more registrations
         try:
-            for mr in reversed(self.mrs):
-                mr.close()
+            all_of(mr.close for mr in reversed(self.mrs))
         except BaseException:
             self.closed = False
             raise

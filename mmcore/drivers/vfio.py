@@ -29,9 +29,10 @@ from ..core.memory import Memory
 from ..core.mm import MM
 from ..core.size import format_size, parse_size
 from . import vfio_dirty
+from .steps import all_of
 from .vfio_dma import DmaTree, VFIODma, VFIOMapping, VFIOPin, word
 from .vfio_dirty import DirtyPages
-from .vfio_external import ExternalPins, VFIODevice, all_of
+from .vfio_external import ExternalPins, VFIODevice
 from .vfio_page import vfio_change_dma_owner, vfio_unpin_page_external
 from .vfio_pin import ACQUIRES, RELEASES, vfio_pin_map_dma, vfio_replay
 from .vfio_uapi import *

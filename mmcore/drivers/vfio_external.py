@@ -26,6 +26,7 @@ from functools import partial
 from ..core.errors import InvalidArgument, MMError
 from ..core.pagelist import PageList
 from . import vfio_dirty
+from .steps import all_of
 from .vfio_dma import word
 from .vfio_page import vfio_pin_page_external, vfio_unpin_page_external
 
@@ -75,18 +76,6 @@ def allowed(dma, iova, prot, call):
 
 def _words(prot):
     return " and ".join(word for bit, word in ((1, "reading"), (2, "writing")) if prot & bit) or "nothing"
-
-
-def all_of(steps):
-    """Take every step of a release, whatever one of them finds; then raise what the first that failed raised."""
-    failed = None
-    for step in steps:
-        try:
-            step()
-        except BaseException as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
 
 
 def pin_pages(mem, tree, iova, npage, prot, accounting, tracking, call):

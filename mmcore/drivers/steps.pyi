@@ -1,0 +1,3 @@
+from collections.abc import Callable, Iterable
+
+def all_of(steps: Iterable[Callable[[], object]]) -> None: ...
