@@ -11,6 +11,7 @@ import pytest
 
 import mmcore as mmc
 from injection_support import World
+from support import not_under_asan
 from test_injection import CASES
 
 LONG = os.environ.get("MMCORE_TEST_PROFILE") == "long"
@@ -34,6 +35,7 @@ def mapped():
         return int(file.read().split()[0]) * 4096
 
 
+pytestmark = not_under_asan("malloc() is another one")
 try:
     LIBC = ctypes.CDLL(None)
     LIBC.mallinfo2.restype = Mallinfo

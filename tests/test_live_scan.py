@@ -106,6 +106,7 @@ def test_captures_without_the_ioctls(monkeypatch):
     assert got.backing().mappings[0].by_leaf is None
 
 
+@not_under_asan("its shadow lies there too")
 def test_the_holes_of_a_very_large_mapping_cost_nothing(monkeypatch):
     """16 TiB reserved, as sanitizers and runtimes do: only the stretches with pages have entries."""
     size = 1 << 44
