@@ -2,6 +2,7 @@
 from libc.errno cimport EEXIST, EFAULT, EINVAL
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from mmcore.core.fault cimport note_anon, vma_entry_bits, written_bits
+from mmcore.core.filemap cimport cache_fill
 from mmcore.core.folio cimport count_arg, refs_load
 from mmcore.core.mm cimport MM
 from mmcore.core.pgtable cimport *
@@ -9,7 +10,6 @@ from mmcore.core.rmap cimport *
 from mmcore.core.space cimport *
 from mmcore.core.vma cimport vma_lookup
 from mmcore.core.zap cimport rss_add, vma_level
-
 
 import numpy as np
 
@@ -31,6 +31,7 @@ cdef bint into_cache(file_t *f, uint64_t head, uint64_t index) noexcept nogil:
     for i in range(slots):
         if f.cache[first + i] != CACHE_NONE:
             return False
+    cache_fill(f, first, slots)
     for i in range(slots):
         f.cache[first + i] = head + i
     a64_store_relaxed(&m.map[head].mapping, f.id << 2)

@@ -51,26 +51,6 @@ class DeviceRegion(namedtuple("DeviceRegion", "start_pfn nr_pages type align com
     __slots__ = ()
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
-cdef uint64_t bitmap_words(uint64_t nr_bits) noexcept nogil:
-    cdef uint64_t total = 0
-    while True:
-        nr_bits = (nr_bits + 63) >> 6
-        total += nr_bits
-        if nr_bits <= 1:
-            return total
-
-cdef uint64_t *bitmap_place(bitmap_t *b, uint64_t nr_bits, uint64_t *at) noexcept nogil:
-    """Lay the levels of an empty set out at `at`; return what follows."""
-    b.nr_bits = nr_bits
-    b.nr_levels = 0
-    while True:
-        nr_bits = (nr_bits + 63) >> 6
-        b.level[b.nr_levels] = at
-        b.nr_levels += 1
-        at += nr_bits
-        if nr_bits <= 1:
-            return at
-
 cdef int region_init(mem_t *m, uint64_t start, uint64_t end, unsigned zone, unsigned migratetype) noexcept nogil:
     cdef region_t *r = &m.region[m.nr_regions]
     cdef uint64_t words = 0, span

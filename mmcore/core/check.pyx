@@ -5,6 +5,7 @@ together, and the sums of what it finds must be what the counters say. Nobody el
 """
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
+from mmcore.core.filemap cimport cache_next
 from mmcore.core.memory cimport *
 from mmcore.core.folio cimport pincount_load, refs_load
 from mmcore.core.pgtable cimport *
@@ -347,24 +348,31 @@ cdef bint check_one_mm(sums_t *s, mm_t *mm) noexcept nogil:
         return breach(s, "an address space counts what is swapped out", mm.pgd.top, <int64_t>mm.swapped, <int64_t>s.swapped)
     return False
 
+cdef bint check_cached(sums_t *s, const file_t *f, uint64_t i, uint64_t pfn) noexcept nogil:
+    """A page in a cache against its struct page."""
+    cdef page_t *map = s.m.map
+    cdef uint64_t head = compound_head_pfn(map, pfn)
+    s.uses[head].cached += 1 << f.order
+    if map[head].mapping != f.id << 2:
+        return breach(s, "a cached page knows its file", pfn, <int64_t>map[head].mapping, <int64_t>(f.id << 2))
+    if map[head].index + (pfn - head) != i << f.order:
+        return breach(s, "a cached page knows its index", pfn, <int64_t>map[head].index, <int64_t>(i << f.order))
+    return False
+
 cdef bint check_file(sums_t *s, file_t *f) noexcept nogil:
-    cdef mem_t *m = s.m
     cdef uint64_t i, pfn, pages = 0, reserved = 0
     if f.kind == FILE_DEVDAX or f.kind == FILE_FSDAX or f.kind == FILE_IOMEM:
         return False
-    for i in range(f.nr_entries):
+    i = cache_next(f, 0, f.nr_entries)
+    while i < f.nr_entries:
         pfn = f.cache[i]
         if pfn == CACHE_RESERVED:
             reserved += 1
         elif pfn > CACHE_RESERVED and pfn < CACHE_SWAP:
             pages += ONE << f.order
-            if f.kind == FILE_PFNMAP:
-                continue
-            s.uses[compound_head_pfn(m.map, pfn)].cached += 1 << f.order
-            if m.map[compound_head_pfn(m.map, pfn)].mapping != f.id << 2:
-                return breach(s, "a cached page knows its file", pfn, <int64_t>m.map[pfn].mapping, <int64_t>(f.id << 2))
-            if m.map[compound_head_pfn(m.map, pfn)].index + (pfn - compound_head_pfn(m.map, pfn)) != i << f.order:
-                return breach(s, "a cached page knows its index", pfn, <int64_t>m.map[pfn].index, <int64_t>(i << f.order))
+            if f.kind != FILE_PFNMAP and check_cached(s, f, i, pfn):
+                return True
+        i = cache_next(f, i + 1, f.nr_entries)
     if pages != f.nr_cached or reserved != f.nr_reserved:
         return breach(s, "a file counts its pages", 0, <int64_t>f.nr_cached, <int64_t>pages)
     return False

@@ -10,8 +10,8 @@ from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 cimport cython
 from mmcore.core.fault cimport EHWPOISON
-from mmcore.core.filemap cimport (dax_drop, file_drop, file_look, file_page, file_pages, file_room, file_write_page,
-                                  is_page)
+from mmcore.core.filemap cimport (cache_next, dax_drop, file_drop, file_forget, file_look, file_page, file_pages, file_room,
+                                  file_write_page, is_page)
 from mmcore.core.folio cimport count_arg, put_refs, split
 from mmcore.core.lock cimport mark_dirty
 from mmcore.core.pgtable cimport *
@@ -74,25 +74,20 @@ cdef int protect_stretch(mm_t *mm, vma_t *v, uint64_t addr, uint64_t first, uint
 # ---- the object ---------------------------------------------------------------------------------------------------------
 cdef void file_destroy(file_t *f) noexcept nogil:
     """The object goes, and with it the last mapping: drop the cache, unless the Memory is closed and took the frames."""
-    cdef uint64_t i, entries
+    cdef uint64_t i
     if f.m.map != NULL and f.m.spaces != NULL:
         if f.id:
             file_unregister(f)
         if f.kind == FILE_FSDAX:
             for i in range(f.device.end - f.device.start):
                 dax_drop(f, i)
-        elif f.kind != FILE_DEVDAX and f.kind != FILE_IOMEM and f.nr_cached + f.nr_reserved + f.nr_entries:
-            entries = f.nr_entries
-            for i in range(entries):
-                if f.nr_cached == 0 and f.nr_reserved == 0 and f.kind != FILE_TMPFS:
-                    break
+        elif f.kind != FILE_DEVDAX and f.kind != FILE_IOMEM:
+            i = cache_next(f, 0, f.nr_entries)
+            while i < f.nr_entries:
                 if f.cache[i]:
                     file_drop(f, i << f.order)
-    if f.nr_entries:
-        unreserve(f.cache, f.nr_entries * 8)
-        if f.disk != NULL:
-            unreserve(f.disk, f.nr_entries << f.m.page_shift)
-            unreserve(f.on_disk, f.nr_entries)
+                i = cache_next(f, i + 1, f.nr_entries)
+    file_forget(f)
     pthread_mutex_destroy(&f.lock)
     free(f.mms)
     free(f)
@@ -212,7 +207,8 @@ cdef class File:
         self.mem.enter()
         with nogil:
             pthread_mutex_lock(&f.lock)
-            for i in range(file_pages(f)):
+            i = cache_next(f, 0, file_pages(f))
+            while i < file_pages(f):
                 pfn = f.cache[i]
                 if is_page(pfn):
                     rmap_walk_file(f, i, 1, protect_stretch, <void *>pfn)
@@ -222,6 +218,7 @@ cdef class File:
                             and test_flag(&f.m.map[head], PG_dirty) and not test_flag(&f.m.map[pfn], PG_hwpoison):
                         file_write_page(f, head)
                         written += ONE << folio_order_of(&f.m.map[head])
+                i = cache_next(f, i + 1, file_pages(f))
             pthread_mutex_unlock(&f.lock)
         self.mem.leave()
         return written
@@ -305,12 +302,16 @@ cdef int file_truncate(file_t *f, uint64_t size) noexcept nogil:
     f.size = size
     if first < last:
         rmap_walk_file(f, first, last - first, unmap_stretch, NULL)
-    i = first
-    while i < last:
-        if f.kind == FILE_FSDAX:
+    if f.kind == FILE_FSDAX:
+        for i in range(first, last):
             dax_drop(f, i)
-            i += 1
-            continue
+        pthread_mutex_unlock(&f.lock)
+        return 0
+    i = first
+    while True:
+        i = cache_next(f, i >> f.order, last >> f.order) << f.order
+        if i >= last:
+            break
         pfn = f.cache[i >> f.order]
         if f.order == 0 and is_page(pfn) and page_is_tail(&m.map[pfn]):
             # The end lies inside a large folio: split it when nobody else holds it; else it stays whole until it is dropped.
@@ -323,14 +324,18 @@ cdef int file_truncate(file_t *f, uint64_t size) noexcept nogil:
         elif pfn:
             file_drop(f, i)
         i += ONE << f.order
-    if size & (page - 1) and f.kind != FILE_FSDAX:
+    if size & (page - 1):
         pfn = file_look(f, size >> m.page_shift)
         if pfn and test_flag(&m.map[pfn], PG_mm_written):
             memset(page_bytes(m, pfn) + (size & (page - 1)), 0, page - (size & (page - 1)))
         if f.disk != NULL:
             memset(f.disk + size, 0, page - (size & (page - 1)))
-    if f.on_disk != NULL and first < last:
-        memset(f.on_disk + first, 0, last - first)
+    if f.on_disk != NULL:
+        i = cache_next(f, first, last)
+        while i < last:
+            next = min(last, (i // CACHE_STRETCH + 1) * CACHE_STRETCH)
+            memset(f.on_disk + i, 0, next - i)
+            i = cache_next(f, next, last)
     pthread_mutex_unlock(&f.lock)
     return 0
 

@@ -13,6 +13,7 @@
 Laws (under file_t.lock)
     An entry of the cache is 0, a mark, a swap slot or the PFN of a page whose mapping is id << 2 and whose index is its own.
     The cache holds one reference on each page that it names: nr_pages of them on a large folio.
+    What lies in no filled stretch is 0, and was never written back: a file costs what is in it, not what it could hold.
 """
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from mmcore.core.space cimport *
@@ -26,6 +27,19 @@ cdef inline bint is_page(uint64_t entry) noexcept nogil:
 
 cdef bint file_counts(const file_t *f) noexcept nogil       # do its pages have references and map counts?
 
+cdef inline void cache_fill(file_t *f, uint64_t first, uint64_t nr) noexcept nogil:
+    """Note that these entries are about to hold something."""
+    cdef uint64_t i
+    for i in range(first // CACHE_STRETCH, (first + nr - 1) // CACHE_STRETCH + 1):
+        if not bitmap_test(&f.filled, i):
+            bitmap_set(&f.filled, i)
+
+cdef inline uint64_t cache_next(const file_t *f, uint64_t entry, uint64_t end) noexcept nogil:
+    """The first entry from here on that may hold something, or end."""
+    if entry >= end or bitmap_test(&f.filled, entry // CACHE_STRETCH):
+        return entry
+    return min(bitmap_next(&f.filled, entry // CACHE_STRETCH) * CACHE_STRETCH, end)
+
 # ---- under f.lock -----------------------------------------------------------------------------------------------------
 # The page of an index, made when missing; 0, -ENOMEM, FAULT_SIGBUS.
 cdef int file_page(file_t *f, uint64_t index, bint huge_ok, uint64_t *pfn) noexcept nogil
@@ -34,6 +48,7 @@ cdef void file_drop(file_t *f, uint64_t index) noexcept nogil       # one entry 
 cdef void dax_drop(file_t *f, uint64_t index) noexcept nogil        # the same for a page of an fsdax device
 cdef void file_write_page(file_t *f, uint64_t pfn) noexcept nogil   # a dirty page to the disk
 cdef int file_room(file_t *f, uint64_t size) noexcept nogil         # cache and disk for this many bytes; 0, -ENOMEM
+cdef void file_forget(file_t *f) noexcept nogil                     # both back to the system
 
 # ---- who maps it: these take f.lock ------------------------------------------------------------------------------------
 cdef int file_add_mm(file_t *f, mm_t *mm) noexcept nogil    # 0, -ENOMEM

@@ -32,6 +32,7 @@ cdef void cache_page(file_t *f, uint64_t pfn, unsigned order, uint64_t index, ui
         a64_fetch_or_relaxed(&head.flags, flags)
     a64_store_relaxed(&head.mapping, f.id << 2)
     a64_store_relaxed(&head.index, index)
+    cache_fill(f, index >> f.order, (ONE << order) >> f.order)
     if f.order:
         f.cache[index >> f.order] = pfn
     else:
@@ -153,58 +154,62 @@ cdef void file_write_page(file_t *f, uint64_t pfn) noexcept nogil:
         f.on_disk[index + i] = 1
     stat_add(m, NR_WRITTEN, <int64_t>nr)
 
-cdef void copy_entries(uint64_t *to, const uint64_t *source, uint64_t n) noexcept nogil:
-    """What was never written is not written now: the pages of a reserved array cost nothing until then."""
-    cdef uint64_t i = 0, k, any, step
-    while i < n:
-        step = min(n - i, <uint64_t>512)
-        any = 0
-        for k in range(step):
-            any |= source[i + k]
-        if any:
-            memcpy(to + i, source + i, step * 8)
-        i += step
+cdef void take_over(file_t *f, file_t *to) noexcept nogil:
+    """Copy what is in the cache and on the disk to larger ones. What was never written is not written now."""
+    cdef uint64_t i = cache_next(f, 0, f.nr_entries), j, n, page = ONE << f.m.page_shift
+    while i < f.nr_entries:
+        n = min(f.nr_entries - i, <uint64_t>CACHE_STRETCH)
+        cache_fill(to, i, n)
+        memcpy(to.cache + i, f.cache + i, n * 8)
+        if f.on_disk != NULL:
+            memcpy(to.on_disk + i, f.on_disk + i, n)
+            for j in range(i, i + n):
+                if f.on_disk[j]:
+                    memcpy(to.disk + j * page, f.disk + j * page, page)
+        i = cache_next(f, i + n, f.nr_entries)
+
+cdef void file_forget(file_t *f) noexcept nogil:
+    """Give cache and disk back to the system."""
+    cdef uint64_t n = f.nr_entries
+    if f.cache != NULL:
+        unreserve(f.cache, n * 8)
+    if f.filled.level[0] != NULL:
+        unreserve(f.filled.level[0], bitmap_words(f.filled.nr_bits) * 8)
+    if f.disk != NULL:
+        unreserve(f.disk, n << f.m.page_shift)
+    if f.on_disk != NULL:
+        unreserve(f.on_disk, n)
 
 cdef int file_room(file_t *f, uint64_t size) noexcept nogil:
     """Make cache and disk large enough for this many bytes; they only grow."""
     cdef mem_t *m = f.m
-    cdef uint64_t pages = (size + (ONE << m.page_shift) - 1) >> m.page_shift
-    cdef uint64_t entries = (pages + (ONE << f.order) - 1) >> f.order, i
-    cdef void *cache
-    cdef void *disk
-    cdef void *on_disk
+    cdef file_t new
+    cdef uint64_t pages = (size + (ONE << m.page_shift) - 1) >> m.page_shift, stretches
+    cdef uint64_t entries = (pages + (ONE << f.order) - 1) >> f.order
+    cdef uint64_t *bits
     if entries <= f.nr_entries:
         return 0
-    entries += entries >> 1 if f.nr_entries else 0
     if inject_fails(m, INJECT_ALLOC):
         return -ENOMEM
-    cache = reserve(entries * 8, False)
-    if cache == NULL:
-        return -ENOMEM
+    entries += entries >> 1 if f.nr_entries else 0
+    stretches = entries // CACHE_STRETCH + 1
+    memset(&new, 0, sizeof(new))
+    new.m = m
+    new.nr_entries = entries
+    new.cache = <uint64_t *>reserve(entries * 8, False)
+    bits = <uint64_t *>reserve(bitmap_words(stretches) * 8, False)
+    if bits != NULL:
+        bitmap_place(&new.filled, stretches, bits)
     if f.kind == FILE_EXT4 or f.kind == FILE_IOMEM:
-        disk = reserve(entries << m.page_shift, False)
-        on_disk = reserve(entries, False)
-        if disk == NULL or on_disk == NULL:
-            unreserve(cache, entries * 8)
-            if disk != NULL:
-                unreserve(disk, entries << m.page_shift)
-            if on_disk != NULL:
-                unreserve(on_disk, entries)
-            return -ENOMEM
-        if f.nr_entries:
-            memcpy(on_disk, f.on_disk, f.nr_entries)
-            for i in range(f.nr_entries):
-                if f.on_disk[i]:
-                    memcpy(<uint8_t *>disk + (i << m.page_shift), f.disk + (i << m.page_shift), ONE << m.page_shift)
-            unreserve(f.disk, f.nr_entries << m.page_shift)
-            unreserve(f.on_disk, f.nr_entries)
-        f.disk = <uint8_t *>disk
-        f.on_disk = <uint8_t *>on_disk
+        new.disk = <uint8_t *>reserve(entries << m.page_shift, False)
+        new.on_disk = <uint8_t *>reserve(entries, False)
+    if new.cache == NULL or bits == NULL or (f.kind == FILE_EXT4 or f.kind == FILE_IOMEM) and (new.disk == NULL or new.on_disk == NULL):
+        file_forget(&new)
+        return -ENOMEM
     if f.nr_entries:
-        copy_entries(<uint64_t *>cache, f.cache, f.nr_entries)
-        unreserve(f.cache, f.nr_entries * 8)
-    f.cache = <uint64_t *>cache
-    f.nr_entries = entries
+        take_over(f, &new)
+        file_forget(f)
+    f.cache, f.filled, f.disk, f.on_disk, f.nr_entries = new.cache, new.filled, new.disk, new.on_disk, entries
     return 0
 
 # ---- who maps it --------------------------------------------------------------------------------------------------------

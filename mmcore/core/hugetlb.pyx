@@ -2,7 +2,7 @@
 from mmcore.core.buddy cimport alloc_hugetlb_reserved, reserve_hugetlb
 from mmcore.core.fault cimport (EHWPOISON, FAULT_FLAG_UNSHARE, FAULT_FLAG_WRITE, copy_page_bytes, is_numa_hint, note_anon, vma_entry_bits,
                                 written_bits)
-from mmcore.core.filemap cimport file_page
+from mmcore.core.filemap cimport cache_fill, cache_next, file_page
 from mmcore.core.lock cimport mark_dirty
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *
@@ -129,14 +129,18 @@ cdef int hugetlb_fault(mm_t *mm, vma_t *v, uint64_t addr, unsigned flags) noexce
 
 cdef int hugetlb_reserve_file(file_t *f, uint64_t index, uint64_t nr) noexcept nogil:
     """Promise pages for the holes of a range of a file; beyond its end there is nothing to promise."""
-    cdef uint64_t i, wanted = 0, end = min(index + nr, f.size >> f.m.page_shift >> f.order)
+    cdef uint64_t i, wanted, end = min(index + nr, f.size >> f.m.page_shift >> f.order)
     cdef int error = 0
     pthread_mutex_lock(&f.lock)
-    for i in range(index, end):
-        wanted += f.cache[i] == CACHE_NONE
+    wanted = end - index if end > index else 0
+    i = cache_next(f, index, end)
+    while i < end:
+        wanted -= f.cache[i] != CACHE_NONE
+        i = cache_next(f, i + 1, end)
     if wanted:
         error = reserve_hugetlb(f.m, f.order, <int64_t>wanted)
-    if error == 0:
+    if error == 0 and wanted:
+        cache_fill(f, index, end - index)
         for i in range(index, end):
             if f.cache[i] == CACHE_NONE:
                 f.cache[i] = CACHE_RESERVED

@@ -19,13 +19,13 @@ Counters of folios (_refcount, _pincount, map counts) and flags are atomics and 
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, malloc, realloc
+from mmcore.core.bitmap cimport *
 from mmcore.core.buffer cimport *
 from mmcore.core.page cimport *
 from mmcore.core.pthread cimport *
 
 cdef enum:
     NR_ORDERS = 14              # 0..13: 13 is the PMD order at 64 KiB pages
-    BITMAP_LEVELS = 6
     NR_STAT_SLOTS = 64          # a power of two
     MAX_REGIONS = 3
     MAX_POOLS = 4
@@ -69,11 +69,6 @@ cdef enum device_type:          # enum memory_type of the kernel, in our order
     DEVICE_PRIVATE
     DEVICE_PCI_P2PDMA
 
-cdef struct bitmap_t:           # a set of block numbers with summary levels: first() looks at one word a level
-    uint64_t *level[BITMAP_LEVELS]  # [0] a bit a block; [k + 1] a bit for each word of [k] that is not 0
-    int nr_levels
-    uint64_t nr_bits
-
 cdef struct region_t:           # a run of PFNs with its own free blocks: one zone, one migrate type
     pthread_mutex_t lock
     uint64_t start              # first PFN
@@ -86,7 +81,7 @@ cdef struct region_t:           # a run of PFNs with its own free blocks: one zo
     uint64_t nr_free            # pages, written under the lock
     uint64_t nr_blocks[NR_ORDERS]   # free blocks by order, written under the lock
     uint64_t frontier           # one past the highest PFN ever handed out
-    bitmap_t free[NR_ORDERS]    # the free blocks of each order
+    bitmap_t free[NR_ORDERS]    # the free blocks of each order, under the lock
     uint8_t *ready              # a byte a block of PMD order: 1 when it is free and its struct pages still make a folio
     uint64_t nr_ready           # of them
     void *bits                  # the mapping that all bitmaps lie in
@@ -212,41 +207,6 @@ cdef inline uint64_t frontier_of(const mem_t *m) noexcept nogil:
         if m.device[i].end > last:
             last = m.device[i].end
     return last
-
-# ---- bitmaps: the caller holds the region's lock -------------------------------------------------------------------
-cdef inline bint bitmap_test(const bitmap_t *b, uint64_t bit) noexcept nogil:
-    return (b.level[0][bit >> 6] >> (bit & 63)) & 1
-
-cdef inline void bitmap_set(bitmap_t *b, uint64_t bit) noexcept nogil:
-    cdef int k = 0
-    cdef uint64_t old
-    while True:
-        old = b.level[k][bit >> 6]
-        b.level[k][bit >> 6] = old | (ONE << (bit & 63))
-        k += 1
-        if old != 0 or k == b.nr_levels:
-            return
-        bit >>= 6
-
-cdef inline void bitmap_clear(bitmap_t *b, uint64_t bit) noexcept nogil:
-    cdef int k = 0
-    cdef uint64_t left
-    while True:
-        left = b.level[k][bit >> 6] & ~(ONE << (bit & 63))
-        b.level[k][bit >> 6] = left
-        k += 1
-        if left != 0 or k == b.nr_levels:
-            return
-        bit >>= 6
-
-cdef inline uint64_t bitmap_first(const bitmap_t *b) noexcept nogil:
-    """The lowest member; the set must not be empty."""
-    cdef int k = b.nr_levels - 1
-    cdef uint64_t at = 0
-    while k >= 0:
-        at = (at << 6) + <uint64_t>ctz64(b.level[k][at])
-        k -= 1
-    return at
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------
 cdef uint8_t *page_bytes_slow(mem_t *m, uint64_t pfn) noexcept nogil

@@ -3,7 +3,7 @@ from libc.errno cimport ENOMEM
 from libc.stdint cimport uint64_t
 from mmcore.core.buddy cimport alloc_frames
 from mmcore.core.file cimport File
-from mmcore.core.filemap cimport file_room
+from mmcore.core.filemap cimport cache_fill, file_room
 from mmcore.core.pgtable cimport *
 from mmcore.core.space cimport *
 
@@ -99,6 +99,7 @@ def open_file(File self not None, Memory mem not None, size, name, page_size, de
                 error = -ENOMEM
                 break
             page_init(&m.map[pfn], m.region[0].zone_flags, 1)
+            cache_fill(f, i, 1)
             f.cache[i] = pfn
             f.nr_cached += 1
     if error:

@@ -122,6 +122,7 @@ cdef enum thp_mode:
     THP_ALWAYS
 
 cdef enum:
+    CACHE_STRETCH = 512         # entries of a page cache that are looked at together
     MMF_HAS_PINNED = 1 << 27    # some FOLL_PIN was tried; never cleared, not inherited
     MAX_MAP_COUNT = 65530       # VMAs of an mm
     CACHE_NONE = 0              # entries of a page cache: nothing,
@@ -149,6 +150,7 @@ cdef struct file_t:             # what is mapped
     uint64_t size               # bytes
     uint64_t nr_entries         # room of cache
     uint64_t *cache             # by index >> order
+    bitmap_t filled             # the stretches of the cache, CACHE_STRETCH entries each, that something was ever put into
     uint64_t nr_cached          # entries that are pages
     uint64_t nr_reserved        # entries that are CACHE_RESERVED
     device_t *device            # devdax, fsdax
