@@ -24,6 +24,9 @@ static inline uint32_t a32_fetch_add_relaxed(void *p, uint32_t v) { mm_step(); r
 static inline uint32_t a32_fetch_add_acq_rel(void *p, uint32_t v) { mm_step(); return __atomic_fetch_add((uint32_t *)p, v, __ATOMIC_ACQ_REL); }
 static inline uint32_t a32_fetch_sub_acq_rel(void *p, uint32_t v) { mm_step(); return __atomic_fetch_sub((uint32_t *)p, v, __ATOMIC_ACQ_REL); }
 
+/* Between a store and a load of something else, where two threads each look for the other's store. */
+#define mm_full_barrier() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+
 /* Replace the value when it still is *expected; otherwise put what it is into *expected. */
 static inline int a32_cas_acq_rel(void *p, uint32_t *expected, uint32_t v)
 {

@@ -7,57 +7,94 @@ Kernel: page_address(), kmap_local_folio().
 """
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.stdint cimport uint8_t, uint64_t
 from mmcore.core.folio cimport *
 
 __all__ = ["page_address", "folio_address"]
 
 
+cdef bint in_view(mem_t *m, uint64_t pfn) noexcept nogil:
+    cdef view_t *v
+    cdef bint found = False
+    mm_full_barrier()
+    if mm_likely(a64_load_relaxed(<uint64_t *>&m.views) == 0):
+        return False
+    pthread_mutex_lock(&m.bytes_lock)
+    v = m.views
+    while v != NULL and not found:
+        found = v.start <= pfn < v.end
+        v = v.next
+    pthread_mutex_unlock(&m.bytes_lock)
+    return found
+
+cdef void view_add(mem_t *m, view_t *v) noexcept nogil:
+    pthread_mutex_lock(&m.bytes_lock)
+    v.next = m.views
+    a64_store_relaxed(<uint64_t *>&m.views, <uint64_t>v)
+    pthread_mutex_unlock(&m.bytes_lock)
+    mm_full_barrier()
+
+cdef void view_del(mem_t *m, view_t *v) noexcept nogil:
+    cdef view_t **at = &m.views
+    pthread_mutex_lock(&m.bytes_lock)
+    while at[0] != v:
+        at = &at[0].next
+    a64_store_relaxed(<uint64_t *>at, <uint64_t>v.next)
+    pthread_mutex_unlock(&m.bytes_lock)
+
+
 # The collector must not take the Memory from it: a view may still be released, which counts there.
 @cython.no_gc_clear
 cdef class PageBytes:
-    """The bytes of one page or folio, writable through the buffer protocol; keeps the Memory open."""
-    cdef Memory mem
-    cdef uint8_t *at
-    cdef Py_ssize_t size
-
     def __getbuffer__(self, Py_buffer *view, int flags):
         self.mem.ptr()
-        PyBuffer_FillInfo(view, self, self.at, self.size, 0, flags)
+        PyBuffer_FillInfo(view, self, self.at, self.size, self.readonly, flags)
         self.mem.views += 1
+        self.exports += 1
+        if self.exports == 1 and not self.readonly:
+            view_add(&self.mem.m, &self.view)
 
     def __releasebuffer__(self, Py_buffer *view):
+        if self.exports == 1 and not self.readonly:
+            view_del(&self.mem.m, &self.view)
+        self.exports -= 1
         self.mem.views -= 1
 
-cdef object bytes_of(Memory mem, uint64_t pfn, uint64_t nr):
-    cdef PageBytes view = PageBytes.__new__(PageBytes)
+cdef object bytes_of(Memory mem, uint64_t head, uint64_t pfn, uint64_t nr, str call):
+    """A view of the frames of a folio that somebody holds, by its head; read-only when others count on what is in them."""
+    cdef PageBytes bytes = PageBytes.__new__(PageBytes)
     cdef uint64_t i
-    view.mem = mem
     for i in range(nr):
-        view.at = page_bytes(&mem.m, pfn + i)
-    view.at = mem.m.bytes + (pfn << mem.m.page_shift)
-    view.size = nr << mem.m.page_shift
-    return memoryview(view)
+        page_bytes(&mem.m, pfn + i)
+    bytes.mem = mem
+    bytes.at = mem.m.bytes + (pfn << mem.m.page_shift)
+    bytes.size = nr << mem.m.page_shift
+    bytes.readonly = not_to_write(&mem.m, head)
+    bytes.view.start, bytes.view.end = pfn, pfn + nr
+    view = memoryview(bytes)
+    # Looked at again, now that it is listed: another thread may have freed the frame meanwhile, for a table.
+    if not bytes.readonly and (refs_load(&mem.m.map[head]) == 0 or not_to_write(&mem.m, head)):
+        view.release()
+        raise bad_page(mem, BAD_FREE, pfn, 0, call)
+    return view
 
 
 def page_address(page):
     """Return a writable memoryview of the page's bytes; zeros when nobody wrote them since it was allocated.
 
     Of the zero pages and of page tables the view is read-only. The view keeps the Memory from closing, but takes no reference on
-    the page. Raises BadPage for a free page.
+    the page: one that is kept when the page is freed shows whatever the frame is used for next, but for page tables, which are made
+    of frames that nobody can write. Raises BadPage for a free page.
     """
     cdef uint64_t pfn
     cdef Memory mem = page_arg(page, &pfn)
     cdef uint64_t head = compound_head_pfn(mem.m.map, pfn)
     if refs_load(&mem.m.map[head]) == 0:
         raise bad_page(mem, BAD_FREE, pfn, 0, "page_address()")
-    view = bytes_of(mem, pfn, 1)
-    return view.toreadonly() if not_to_write(&mem.m, head) else view
+    return bytes_of(mem, head, pfn, 1, "page_address()")
 
 
 def folio_address(folio):
     """Return a writable memoryview of all bytes of a folio; as page_address."""
     cdef uint64_t pfn
     cdef Memory mem = folio_arg(folio, &pfn, True)
-    view = bytes_of(mem, pfn, ONE << folio_order_of(&mem.m.map[pfn]))
-    return view.toreadonly() if not_to_write(&mem.m, pfn) else view
+    return bytes_of(mem, pfn, pfn, ONE << folio_order_of(&mem.m.map[pfn]), "folio_address()")

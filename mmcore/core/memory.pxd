@@ -105,7 +105,10 @@ cdef struct device_t:           # a ZONE_DEVICE range; its id in struct page is 
 cdef struct stat_slot_t:
     uint64_t v[NR_STAT_ITEMS]
 
-cdef struct mem_t
+cdef struct view_t:             # bytes that Python code can write as long as it likes, whoever owns the frames by then
+    view_t *next
+    uint64_t start              # first PFN
+    uint64_t end                # one past the last
 
 cdef struct mem_t:
     page_t *map                 # mem_map; NULL after close()
@@ -126,7 +129,8 @@ cdef struct mem_t:
     int nr_devices
     device_t device[MAX_DEVICES]
     uint8_t *bytes              # the bytes behind the pages
-    pthread_mutex_t bytes_lock  # clears a page's bytes at first sight
+    pthread_mutex_t bytes_lock  # clears a page's bytes at first sight; the list of views
+    view_t *views               # NULL: none
     uint8_t *blocktype          # migrate type by page block
     stat_slot_t *stats          # by thread: no counter is shared by the threads of a benchmark
     uint32_t inject[NR_INJECT_SITES]    # occurrences until one fails; 0 is off

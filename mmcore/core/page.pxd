@@ -57,6 +57,7 @@ cdef extern from "atomic.h" nogil:
     uint64_t a64_fetch_and_acq_rel(void *p, uint64_t v)
     bint a64_cas_acq_rel(void *p, uint64_t *expected, uint64_t v)
     void cpu_relax()
+    void mm_full_barrier()
     bint mm_planted(int n)      # a test's own fault; 0 but in the race explorer's build
     void copy_shared(void *to, const void *source, size_t n)    # memcpy() of what others may write meanwhile: bytes of files
     void prefetch_read(const void *p)

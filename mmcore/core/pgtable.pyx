@@ -1,16 +1,11 @@
 """Page tables: walkers, and how tables come and go."""
 from libc.errno cimport EEXIST, ENOMEM
 from libc.string cimport memset
-from mmcore.core.buddy cimport alloc_frames, free_folios, freed_word
+from mmcore.core.buddy cimport alloc_frames, free_folio
+from mmcore.core.content cimport in_view
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
-
-cdef extern from *:
-    """
-    #define mm_full_barrier() __atomic_thread_fence(__ATOMIC_SEQ_CST)
-    """
-    void mm_full_barrier() nogil
 
 # ---- locks ----------------------------------------------------------------------------------------------------------
 cdef void table_lock_slow(mem_t *m, uint64_t table) noexcept nogil:
@@ -65,17 +60,36 @@ cdef void pgd_synchronize(pgd_t *g) noexcept nogil:
     a64_store_release(&g.synced, 0)
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
+cdef void table_forget(page_t *page) noexcept nogil:
+    a64_store_relaxed(&page.index, 0)
+    a64_store_relaxed(&page.private, 0)
+    a64_store_relaxed(&page.lru_next, 0)
+    a32_store_relaxed(&page.page_type, NO_TYPE)
+
 cdef uint64_t table_alloc(pgd_t *g) noexcept nogil:
     """A frame of unmovable memory, cleared. Region 0 is the Normal memory outside of CMA."""
     cdef mem_t *m = g.m
-    cdef uint64_t pfn
+    cdef uint64_t pfn, aside = 0, next
     if mm_unlikely(inject_fails(m, INJECT_TABLE)):
         return 0
-    pfn = alloc_frames(m, 1, 0)
-    if pfn == 0:
+    while True:
+        pfn = alloc_frames(m, 1, 0)
+        if pfn == 0:
+            break
+        page_init(&m.map[pfn], m.region[0].zone_flags | (ONE << PG_mm_written), 0)
+        a32_store_relaxed(&m.map[pfn].page_type, <uint32_t>PGTY_table << 24)
+        if mm_likely(not in_view(m, pfn)):
+            break
+        # Put aside until one was found that nobody can write.
+        a64_store_relaxed(&m.map[pfn].private, aside)
+        aside = pfn
+    while mm_unlikely(aside != 0):
+        next = a64_load_relaxed(&m.map[aside].private)
+        table_forget(&m.map[aside])
+        free_folio(m, aside, 0)
+        aside = next
+    if mm_unlikely(pfn == 0):
         return 0
-    page_init(&m.map[pfn], m.region[0].zone_flags | (ONE << PG_mm_written), 0)
-    a32_store_relaxed(&m.map[pfn].page_type, <uint32_t>PGTY_table << 24)
     memset(table_at(m, pfn), 0, <size_t>1 << m.page_shift)
     a32_store_release(&m.map[pfn]._refcount, 1)
     a64_fetch_add_relaxed(&g.nr_tables, 1)
@@ -83,15 +97,9 @@ cdef uint64_t table_alloc(pgd_t *g) noexcept nogil:
 
 cdef void frame_put(mem_t *m, uint64_t pfn) noexcept nogil:
     """Free a table's frame, unless somebody holds a speculative reference: then the last one to go frees it."""
-    cdef page_t *page = &m.map[pfn]
-    cdef uint64_t word
-    a64_store_relaxed(&page.index, 0)
-    a64_store_relaxed(&page.private, 0)
-    a64_store_relaxed(&page.lru_next, 0)
-    a32_store_relaxed(&page.page_type, NO_TYPE)
-    if a32_fetch_sub_acq_rel(&page._refcount, 1) == 1:
-        word = freed_word(pfn, 0, False)
-        free_folios(m, &word, 1)
+    table_forget(&m.map[pfn])
+    if a32_fetch_sub_acq_rel(&m.map[pfn]._refcount, 1) == 1:
+        free_folio(m, pfn, 0)
 
 cdef void table_discard(pgd_t *g, uint64_t table) noexcept nogil:
     a64_fetch_add_relaxed(&g.nr_tables, <uint64_t>-1)

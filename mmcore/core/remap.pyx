@@ -18,12 +18,6 @@ from mmcore.core.zap cimport put_mapping, rss_add, split_leaf
 
 __all__ = ["reclaim"]
 
-cdef extern from *:
-    """
-    #define mm_full_barrier() __atomic_thread_fence(__ATOMIC_SEQ_CST)
-    """
-    void mm_full_barrier() nogil
-
 # ---- anonymous -----------------------------------------------------------------------------------------------------------
 cdef int take_entry(remap_t *r, mm_t *mm, uint64_t table, uint64_t *entry, uint64_t e) noexcept nogil:
     """Under the table's lock: one mapping becomes a migration entry."""
