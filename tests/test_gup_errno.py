@@ -79,7 +79,7 @@ def test_wrong_options(mem, mm, call):
     mm.touch(addr, PAGE)
     with refused(mem, InvalidArgument, "acquire"):
         call(mm, addr, 1, acquire="batch")
-    for output in (None, list, PageList(mem), GupOutput, "PageList", 7):
+    for output in (None, list, GupOutput, "PageList", 7):
         with refused(mem, (TypeError, ValueError)):
             call(mm, addr, 1, output=output)
     with refused(mem, TypeError):

@@ -1,8 +1,10 @@
 """Outputs: lists, runs, and classes of one's own."""
+import threading
 
 import pytest
 
 from gup_support import *
+from support import refused
 
 
 class Note(GupOutput):
@@ -120,3 +122,76 @@ def test_runs_do_not_cross_into_a_device(mem, mm):
         ranges = call(mm, addr, 1024, FOLL_WRITE, output=PageRanges)
         assert list(ranges) == [(second.start_pfn - 512, 512), (second.start_pfn, 512)]
         unpin_user_pages(ranges)
+
+
+@pytest.mark.parametrize("kind", [PageList, PageRanges])
+@pytest.mark.parametrize("call", ALL)
+def test_an_empty_object_is_filled_and_returned(mem, mm, call, kind):
+    addr, nr = layout(mm)
+    pages, given = call(mm, addr, nr, FOLL_WRITE), kind(mem)
+    before = (given.pfns, memoryview(given if kind is PageList else given.starts))
+    assert call(mm, addr, nr, FOLL_WRITE, output=given) is given
+    as_list = given if kind is PageList else given.to_pagelist()
+    assert as_list == pages and len(before[0]) == len(before[1]) == 0
+    assert (given[:3] if kind is PageList else given.to_pagelist()[:3]) == pages[:3]
+    with refused(mem, InvalidArgument, match=f"of {nr} pages: an empty one is filled, once"):
+        call(mm, addr, nr, FOLL_WRITE, output=given)
+    del before
+    give_back(call, given)
+    give_back(call, pages)
+
+
+@pytest.mark.parametrize("kind", [PageList, PageRanges])
+def test_an_object_that_cannot_be_filled(mem, mm, kind):
+    addr = mm.mmap(2 * PAGE)
+    with Memory("16M") as other:
+        for given, match in ((kind(other), "of another Memory"), (kind.__new__(kind), "never set up")):
+            with refused(mem, InvalidArgument, match=match):
+                pin_user_pages_fast(mm, addr, 2, output=given)
+    # A call that fails leaves it to be filled, and so does one that takes nothing.
+    given = kind(mem)
+    with refused(mem, MMError):
+        pin_user_pages_fast(mm, 0x1000, 2, output=given)
+    assert pin_user_pages_fast(mm, addr, 0, output=given) is given and len(given) == 0
+    assert pin_user_pages_fast(mm, addr, 2, output=given) is given and len(given) > 0
+    unpin_user_pages(given)
+
+
+@pytest.mark.parametrize("kind", [PageList, PageRanges])
+def test_an_object_that_two_threads_fill(mem, mm, kind):
+    """One of them fills it; the others' pins are given back, and they are told."""
+    addr, outcomes, gate = mm.mmap(HUGE), [], threading.Barrier(2)
+    mm.touch(addr, HUGE)
+
+    def fill():
+        gate.wait()
+        try:
+            outcomes.append(pin_user_pages_fast(mm, addr, 512, output=given) is given)
+        except InvalidArgument:
+            outcomes.append(False)
+
+    for _ in range(50):
+        given = kind(mem)
+        threads = [threading.Thread(target=fill) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(outcomes) == [False, True]
+        outcomes.clear()
+        unpin_user_pages(given)
+        assert mem.vmstat()["nr_foll_pin_acquired"] == mem.vmstat()["nr_foll_pin_released"]
+
+
+@pytest.mark.parametrize("kind", [PageList, PageRanges])
+def test_a_ledger_sees_what_an_object_received(mem, mm, kind):
+    class Named(kind):
+        pass
+
+    addr = mm.mmap(4 * PAGE)
+    with PinLedger(mem) as ledger:
+        for given in (kind(mem), Named(mem)):
+            pin_user_pages_fast(mm, addr, 4, FOLL_WRITE, output=given)
+            assert sum(pin.count for pin in ledger.outstanding()) == 4
+            unpin_user_pages(given)
+        ledger.assert_balanced()

@@ -184,10 +184,10 @@ cdef object tell_watchers(Memory mem, GupOutput sink, object taken):
     cdef PageList plist
     cdef PageRanges ranges
     pins_begin(&pins)
-    if type(taken) is PageList:
+    if isinstance(taken, PageList):
         plist = taken
         list_pins(m, plist.p, plist.n, &pins)
-    elif type(taken) is PageRanges:
+    elif isinstance(taken, PageRanges):
         ranges = taken
         for i in range(ranges.starts.n):
             range_pins(m, ranges.starts.p[i], ranges.count[i], &pins)
@@ -212,7 +212,7 @@ def get_user_pages(MM mm not None, start, nr_pages, gup_flags=0, *, acquire="lea
 
     gup_flags: FOLL_WRITE, FORCE, ANON, DUMP, NOFAULT, NOWAIT, HWPOISON, SPLIT_PMD, PCI_P2PDMA, HONOR_NUMA_FAULT,
     INTERRUPTIBLE. acquire: "leaf" (one update a PMD or PUD leaf) or "page" (one a base page). output: PageList, PageRanges,
-    SGAppendTable, or a GupOutput; what it made is returned.
+    SGAppendTable or a GupOutput, the class or an object; what it made is returned. An object of the first two must be empty.
 
     Fewer pages when an error came after some; MMError with the kernel's errno and .addr when there was none at all; none and
     no error for nr_pages 0, and with FOLL_NOWAIT. Raises InvalidArgument for flags that do not go together, where the

@@ -9,7 +9,7 @@ from libc.errno cimport ENOMEM
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy
 from mmcore.core.folio cimport FREED, free_folio, put_pins, put_refs
-from mmcore.core.pagelist cimport PageRanges, filling, new_pagelist, pagelist_view
+from mmcore.core.pagelist cimport PageRanges, filling, new_pagelist, pagelist_fill, pagelist_view
 from mmcore.core.unpin cimport group_t, next_in_range
 
 from .errors import InvalidArgument
@@ -38,11 +38,24 @@ cdef uint64_t list_take(gup_output_t *base, const uint64_t *leaf, uint64_t nr) n
     out.pfn = at
     return nr
 
+cdef int fillable(object given, Memory owner, Memory mem, uint64_t nr_pages) except -1:
+    """An object that is to be filled belongs here, and is empty."""
+    if owner is not mem:
+        raise InvalidArgument(f"output= is a {type(given).__name__} of another Memory" if owner is not None else
+                              f"output= is a {type(given).__name__} that was never set up")
+    if nr_pages:
+        raise InvalidArgument(f"output= is a {type(given).__name__} of {nr_pages} pages: an empty one is filled, once; pass the class, "
+                              "or an object just made")
+    return 0
+
 cdef class PageListOutput(GupOutput):
     cdef list_output_t out
     cdef PageList pages
+    cdef PageList given
 
     cdef gup_output_t *begin(self, Memory mem, uint64_t nr_pages) except NULL:
+        if self.given is not None:
+            fillable(self.given, self.given.mem, mem, self.given.n)
         self.pages = new_pagelist(mem, nr_pages)
         self.out.base.take = list_take
         self.out.pfn = filling(self.pages)
@@ -59,6 +72,14 @@ cdef class PageListOutput(GupOutput):
     cdef object finish(self, Memory mem, bint pins):
         cdef PageList pages = self.pages
         cdef uint64_t n = <uint64_t>(self.out.pfn - filling(pages))
+        if self.given is not None:
+            try:
+                fillable(self.given, mem, mem, self.given.n)    # again: another thread may have filled it meanwhile
+            except BaseException:
+                self.give_back(&mem.m, pins)
+                raise
+            pagelist_fill(self.given, pages, n)
+            return self.given
         self.pages = None
         return pages if n == pages.n else pagelist_view(pages, 0, n)
 
@@ -116,12 +137,15 @@ cdef inline bint starts_device(mem_t *m, uint64_t pfn) noexcept nogil:
 cdef class PageRangesOutput(GupOutput):
     cdef ranges_output_t out
     cdef Memory mem
+    cdef PageRanges given
 
     def __dealloc__(self):
         free(self.out.pfn)
         free(self.out.count)
 
     cdef gup_output_t *begin(self, Memory mem, uint64_t nr_pages) except NULL:
+        if self.given is not None:
+            fillable(self.given, self.given.mem, mem, self.given.nr_pages)
         self.mem = mem
         self.out.m = mem.ptr()
         self.out.base.take = ranges_take
@@ -136,9 +160,10 @@ cdef class PageRangesOutput(GupOutput):
         self.out.n = 0
 
     cdef object finish(self, Memory mem, bint pins):
-        cdef PageRanges ranges = PageRanges.__new__(PageRanges)
+        cdef PageRanges ranges = self.given if self.given is not None else PageRanges.__new__(PageRanges)
         cdef PageList starts, counts
         try:
+            fillable(ranges, mem, mem, ranges.nr_pages)
             starts = new_pagelist(self.mem, self.out.n)
             counts = new_pagelist(self.mem, self.out.n)
         except BaseException:
@@ -147,10 +172,13 @@ cdef class PageRangesOutput(GupOutput):
         if self.out.n:
             memcpy(filling(starts), self.out.pfn, self.out.n * sizeof(uint64_t))
             memcpy(filling(counts), self.out.count, self.out.n * sizeof(uint64_t))
-        ranges.mem = self.mem
-        ranges.starts = starts
         ranges.count = counts.p
         ranges.count_owner = counts.pfns
+        if self.given is None:
+            ranges.mem = self.mem
+            ranges.starts = starts
+        else:
+            pagelist_fill(ranges.starts, starts, starts.n)
         ranges.nr_pages = self.out.base.nr_pages
         return ranges
 
@@ -243,10 +271,20 @@ cdef void register_output(object kind, object make):
     makers[kind] = make
 
 cdef GupOutput output_arg(object output):
+    cdef PageListOutput to_list
+    cdef PageRangesOutput to_ranges
     if output is PageList:
         return PageListOutput.__new__(PageListOutput)
     if output is PageRanges:
         return PageRangesOutput.__new__(PageRangesOutput)
+    if isinstance(output, PageList):
+        to_list = PageListOutput.__new__(PageListOutput)
+        to_list.given = output
+        return to_list
+    if isinstance(output, PageRanges):
+        to_ranges = PageRangesOutput.__new__(PageRangesOutput)
+        to_ranges.given = output
+        return to_ranges
     if isinstance(output, GupOutput):
         return output
     if isinstance(output, type) and issubclass(output, GupOutput) and output is not GupOutput:
@@ -254,9 +292,7 @@ cdef GupOutput output_arg(object output):
     for kind, make in makers.items():
         if make is not None and (output is kind or isinstance(output, kind)):
             return make(output)
-    if isinstance(output, (PageList, PageRanges)):
-        raise InvalidArgument(f"a {type(output).__name__} is read-only once made: pass the class, and a new one is returned")
-    raise TypeError("output= is PageList, PageRanges, SGAppendTable or a GupOutput (a subclass, or an object of one), not "
+    raise TypeError("output= is PageList, PageRanges, SGAppendTable or a GupOutput, a class or an object, not "
                     f"{output!r}")
 
 # ---- giving back ----------------------------------------------------------------------------------------------------------

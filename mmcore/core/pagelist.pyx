@@ -3,7 +3,7 @@
 
 Units: PFNs and counts: uint64, one dimension; 0 stands for NULL.
 Raises: TypeError for what is no number, InvalidArgument for a PFN beyond the end, or a run that leaves the Memory.
-Threads: any number at once: a list never changes.
+Threads: any number at once: a list never changes, but for an empty one that is the output= of a pin call, once.
 Kernel: struct page ** and its length.
 """
 from cpython.buffer cimport PyBuffer_FillInfo
@@ -79,6 +79,15 @@ cdef PageList new_pagelist(Memory mem, uint64_t n):
     pages.size = size if size else 1
     return pages
 
+cdef void pagelist_fill(PageList empty, PageList pages, uint64_t n):
+    if empty.size:
+        buffer_free(<void *>empty.p, 0)
+        empty.size = 0
+    empty.owner = pages if pages.owner is None else pages.owner
+    empty.p = pages.p
+    # Last, for a walk in another thread: it looks at no more than the length that it read.
+    a64_store_release(&empty.n, n)
+
 cdef PageList pagelist_view(PageList pages, uint64_t start, uint64_t n):
     cdef PageList view = PageList.__new__(PageList)
     view.mem = pages.mem
@@ -89,7 +98,7 @@ cdef PageList pagelist_view(PageList pages, uint64_t start, uint64_t n):
 
 
 cdef class PageList:
-    """Hold the PFNs of pages of one Memory, as the kernel's `struct page **` does. Read-only once made.
+    """Hold the PFNs of pages of one Memory, as the kernel's `struct page **` does. Read-only once made, or filled by a pin call.
 
     PageList(mem, pfns): pfns is any iterable of PFNs (int, or a uint64 array), Pages or None; 0 and None stand for
     NULL. It is copied and checked here, so that walks need no checks. Raises InvalidArgument for a PFN outside of the
@@ -191,7 +200,7 @@ cdef class PageList:
 
 
 cdef class PageRanges:
-    """Hold runs of pages: first PFNs and numbers of pages, as uint64 arrays. Read-only once made.
+    """Hold runs of pages: first PFNs and numbers of pages, as uint64 arrays. Read-only once made, or filled by a pin call.
 
     PageRanges(mem, pfns, counts). A run is contiguous in PFN space and may cross folios. A run of one page at PFN 0
     stands for NULL. Raises InvalidArgument for a run that is empty or leaves the Memory.
