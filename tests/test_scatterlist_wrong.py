@@ -367,3 +367,15 @@ def test_tables_that_were_never_set_up_and_entries_without_a_device():
             use()
     sgt = build(mem, [20, 30])
     assert [entry.dma_flags for entry in mmc.for_each_sg(sgt)] == [0, 0] and sgt[0] != 5
+
+
+def test_an_entry_without_a_page_stands_for_no_bytes_whatever_its_offset():
+    mem = Memory("16M")
+    page = mmc.alloc_pages_bulk(mem, 1)[0]
+    for offset in (page.pfn * PAGE, 0xfffff000):
+        sgt = entries(mem, [(page.pfn, 0, PAGE), (page.pfn, 0, 2 * PAGE)])
+        sgt[1].page, sgt[1].offset = None, offset
+        for use in (lambda: mmc.sg_copy_to_buffer(sgt, bytearray(3 * PAGE)), lambda: mmc.sg_zero_buffer(sgt, 3 * PAGE),
+                    lambda: mmc.sg_copy_from_buffer(sgt, bytes(3 * PAGE)), lambda: mmc.sg_split(sgt, 2 * PAGE, [PAGE])):
+            with refused(mem, InvalidArgument, "has a length and no page"):
+                use()

@@ -54,3 +54,4 @@ cdef struct pieces_t:           # the pieces of [skip, skip + left)
 cdef void pieces_start(pieces_t *p, sg_t *sgl, uint64_t nents, unsigned shift, uint64_t skip, uint64_t length) noexcept nogil
 cdef bint pieces_next(pieces_t *p, piece_t *piece) noexcept nogil   # neighbours in memory come as one piece
 cdef uint64_t total_length(sg_t *sgl, uint64_t nents) noexcept nogil
+cdef uint64_t pages_of(SGTable table) except? 0         # of the CPU view; needs read(). Raises for bytes without a page

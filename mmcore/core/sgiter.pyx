@@ -55,7 +55,8 @@ cdef bint pieces_next(pieces_t *p, piece_t *piece) noexcept nogil:
         if p.skip >= length:
             p.skip -= length
         else:
-            at = (sg_pfn(p.sg) << p.shift) + p.sg.offset + p.skip
+            # Without a page it is at 0, which nobody has, whatever its offset says.
+            at = (sg_pfn(p.sg) << p.shift) + p.sg.offset + p.skip if sg_pfn(p.sg) else 0
             length -= p.skip
             if length > p.left:
                 length = p.left

@@ -130,6 +130,7 @@ def sg_split(sgt, skip, sizes):
         for k in range(n):
             want[k] = sizes[k]
         mapped = table.mapping is not None
+        pages_of(table)
         with nogil:
             error = lay_out(table.t.sgl, table.t.orig_nents, passed, want, n, cpu, False)
             if error == 0 and mapped:
