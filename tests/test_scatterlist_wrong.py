@@ -379,3 +379,31 @@ def test_an_entry_without_a_page_stands_for_no_bytes_whatever_its_offset():
                     lambda: mmc.sg_copy_from_buffer(sgt, bytes(3 * PAGE)), lambda: mmc.sg_split(sgt, 2 * PAGE, [PAGE])):
             with refused(mem, InvalidArgument, "has a length and no page"):
                 use()
+
+
+def test_a_chain_may_be_longer_than_the_stack_is_deep():
+    def work():
+        last = table = build(mem, [20])
+        for _ in range(4000):
+            front = mmc.sg_init_table(mem, 2)
+            mmc.sg_set_page(front[0], mem.page(30), PAGE, 0)
+            mmc.sg_chain(front, 2, table)
+            table = front
+        assert mmc.sg_nents(table) == 4001
+        with pytest.raises(InvalidArgument, match="ring"):
+            mmc.sg_chain(last, 2, table)
+        with pytest.raises(MMError, match="chained behind 1"):
+            mmc.sg_free_table(last)
+        mmc.sg_free_table(table)
+        del table, front
+        mmc.sg_free_table(last)
+
+    mem = Memory("4M")
+    before = threading.stack_size(128 << 10)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    mem.check()

@@ -174,6 +174,26 @@ cdef const char *first_breach(mem_t *m, sgtable_t *t, bint chained, uint64_t *wh
         return "chunks are freed once"
     return NULL
 
+# ---- one thread at a time -------------------------------------------------------------------------------------------
+cdef bint begin_reading(uint32_t *busy) noexcept nogil:
+    cdef uint32_t seen = a32_load_relaxed(busy)
+    while seen < BUSY_WRITER - 1:
+        if a32_cas_acq_rel(busy, &seen, seen + 1):
+            return True
+    return False
+
+cdef SGTable next_table(SGTable table):
+    """The table that is chained behind one, or None."""
+    return <SGTable>table.chained[0] if table.chained else None
+
+cdef void end_reading(SGTable table, SGTable until) noexcept:
+    """Let go of a table and those behind it, `until` not included."""
+    cdef SGTable behind
+    while table is not until:
+        behind = next_table(table)
+        a32_fetch_sub_acq_rel(&table.busy, 1)
+        table = behind
+
 # ---- tables -----------------------------------------------------------------------------------------------------------
 @cython.no_gc_clear
 cdef class SGTable:
@@ -203,34 +223,21 @@ cdef class SGTable:
 
     cdef mem_t *read(self) except NULL:
         cdef mem_t *m
-        cdef uint32_t seen
-        cdef int i
+        cdef SGTable table = self
         if self.mem is None:
             raise InvalidArgument("this table was never set up")
         m = self.mem.enter()
-        seen = a32_load_relaxed(&self.busy)
-        while True:
-            if seen >= BUSY_WRITER - 1:
+        # A loop: a chain may be longer than the stack is deep.
+        while table is not None:
+            if not begin_reading(&table.busy):
+                end_reading(self, table)
                 self.mem.leave()
                 raise MMError(_errno.EBUSY, "another thread's call is changing this table: tables need the caller's lock")
-            if a32_cas_acq_rel(&self.busy, &seen, seen + 1):
-                break
-        for i in range(len(self.chained)):
-            try:
-                (<SGTable>self.chained[i]).read()
-            except BaseException:
-                while i:
-                    i -= 1
-                    (<SGTable>self.chained[i]).read_done()
-                a32_fetch_sub_acq_rel(&self.busy, 1)
-                self.mem.leave()
-                raise
+            table = next_table(table)
         return m
 
     cdef void read_done(self) noexcept:
-        for table in self.chained:
-            (<SGTable>table).read_done()
-        a32_fetch_sub_acq_rel(&self.busy, 1)
+        end_reading(self, None)
         self.mem.leave()
 
     cdef mem_t *write(self, bint structure) except NULL:

@@ -243,9 +243,8 @@ def sg_chain(prv, prv_nents, sgl):
         first.write_done()
 
 cdef bint reaches(SGTable table, SGTable target):
-    if table is target:
-        return True
-    for other in table.chained:
-        if reaches(other, target):
-            return True
-    return False
+    while table is not target:
+        if not table.chained:
+            return False
+        table = table.chained[0]
+    return True
