@@ -407,3 +407,32 @@ def test_a_chain_may_be_longer_than_the_stack_is_deep():
     finally:
         threading.stack_size(before)
     mem.check()
+
+
+@pytest.mark.parametrize("walk", [lambda sgt: mmc.sg_miter(sgt, SG_MITER_FROM_SG), mmc.sg_page_iter])
+def test_an_iterator_does_not_go_on_from_what_became_a_link(walk):
+    mem = Memory("4M")
+    page = mmc.alloc_pages_bulk(mem, 1)[0].pfn
+    first, second = entries(mem, [(page, 0, 100), (page, 0, 100)]), build(mem, [page])
+    steps = walk(first)
+    next(steps), next(steps)
+    first[1].length, first[1].page = 0, None
+    mmc.sg_chain(first, 2, second)
+    with pytest.raises(InvalidArgument, match="became a chain link"):
+        next(steps)
+
+
+def test_set_up_twice_or_by_the_base_class_only():
+    mem = Memory("16M")
+    sgt = build(mem, mmc.alloc_pages_bulk(mem, 2).pfns)
+    windows = mmc.sg_miter(sgt, SG_MITER_FROM_SG)
+    next(windows)
+    with pytest.raises(InvalidArgument, match="set up already"):
+        windows.__init__(sgt, SG_MITER_FROM_SG)
+    bare = SGAppendTable.__new__(SGAppendTable)
+    mmc.SGTable.__init__(bare, mem)
+    assert bare.max_segment == 0xffffffff
+    mm = mmc.MM(mem)
+    addr = mm.mmap(4 * PAGE)
+    mmc.pin_user_pages(mm, addr, 4, mmc.FOLL_WRITE, output=bare)
+    assert sum(length for _, _, length in rows(bare)) == 4 * PAGE

@@ -389,6 +389,9 @@ cdef class SGAppendTable(SGTable):
     sg_append_table.
     """
 
+    def __cinit__(self, *args, **kwargs):
+        self.max_segment = 0xffffffff       # also of one that only SGTable.__init__() sets up
+
     def __init__(self, Memory mem not None, *, max_segment=0xffffffff):
         cdef mem_t *m = mem.ptr()
         max_segment = count_arg(max_segment, "max_segment", ONE << m.page_shift, 0xffffffff)

@@ -263,10 +263,12 @@ cdef class sg_miter:
     cdef uint64_t done              # bytes of it that are behind us
 
     def __init__(self, sgt, flags):
-        self.table = table_arg(sgt)
+        if self.table is not None:
+            raise InvalidArgument("this iterator is set up already")
         self.flags = SG_MITER(count_arg(flags, "flags", 0, 0xf))
         if not self.flags & (SG_MITER.TO_SG | SG_MITER.FROM_SG):
             raise InvalidArgument("sg_miter() needs SG_MITER_TO_SG or SG_MITER_FROM_SG: which way do the bytes go?")
+        self.table = table_arg(sgt)
         self.generation = self.table.generation
         self.sg = self.table.t.sgl if self.table.t.orig_nents else NULL
 
@@ -303,6 +305,7 @@ cdef class sg_miter:
         cdef uint64_t page, at
         if self.generation != self.table.generation:
             raise InvalidArgument("the table was freed under the iterator")
+        still_data(self.sg)
         while self.sg != NULL and self.done >= self.sg.length:
             self.done = 0
             self.index += 1

@@ -55,3 +55,4 @@ cdef void pieces_start(pieces_t *p, sg_t *sgl, uint64_t nents, unsigned shift, u
 cdef bint pieces_next(pieces_t *p, piece_t *piece) noexcept nogil   # neighbours in memory come as one piece
 cdef uint64_t total_length(sg_t *sgl, uint64_t nents) noexcept nogil
 cdef uint64_t pages_of(SGTable table) except? 0         # of the CPU view; needs read(). Raises for bytes without a page
+cdef int still_data(const sg_t *sg) except -1           # raises when an iterator's slot became a link

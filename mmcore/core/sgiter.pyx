@@ -238,6 +238,12 @@ def sg_is_last(entry):
     return entry_arg(entry).is_last
 
 # ---- pages, as Python sees them -----------------------------------------------------------------------------------------
+cdef int still_data(const sg_t *sg) except -1:
+    """Refuse to go on from a slot that sg_chain() has made a link since."""
+    if sg != NULL and sg_is_chain(sg):
+        raise InvalidArgument("the entry under the iterator became a chain link: begin again")
+    return 0
+
 cdef class PageIter:
     """Iterate over the pages of a table."""
     cdef SGTable table
@@ -254,6 +260,7 @@ cdef class PageIter:
         try:
             if self.generation != self.table.generation:
                 raise InvalidArgument("the table was freed under the iterator")
+            still_data(self.it.sg)
             more = page_iter_next(&self.it)
             pfn = self.it.pfn
         finally:
