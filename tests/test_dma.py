@@ -111,17 +111,35 @@ def test_large_leaves(mem):
     assert small.domain.stats["leaves"] == 3 * 512
 
 
-def test_two_devices_of_one_domain_do_not_collide(mem):
+def test_two_devices_of_one_domain_share_its_iovas(mem):
     domain = IOMMUDomain(mem)
-    a = Device(mem, iommu=domain)
-    sgt = build(mem, [20])
-    mmc.dma_map_sgtable(a, sgt)
-    (at, _), = dma_rows(sgt)
-    # A domain has one space of addresses, and each Device its own idea of what is taken: a second one is refused.
-    other = build(mem, [30])
-    with refused(mem, MMError, errno=22):
-        mmc.dma_map_sgtable(Device(mem, iommu=domain), other)
-    assert domain.iova_to_phys(at) == 20 * PAGE and not other.mapped
+    a, b = Device(mem, iommu=domain), Device(mem, iommu=domain, dma_mask=0xffffffff)
+    tables = [build(mem, [pfn]) for pfn in (20, 30, 40, 50)]
+    for device, sgt in zip((a, b, a, b), tables):
+        mmc.dma_map_sgtable(device, sgt)
+    assert [domain.iova_to_phys(dma_rows(sgt)[0][0]) for sgt in tables] == [pfn * PAGE for pfn in (20, 30, 40, 50)]
+    assert all(dma_rows(sgt)[0][0] <= b.dma_mask for sgt in tables[1::2])
+    assert a.iova_ranges == b.iova_ranges and len(a.iova_ranges) == 4
+    with refused(mem, InvalidArgument, "another device"):
+        mmc.dma_unmap_sgtable(a, tables[1])
+    for device, sgt in zip((a, b, a, b), tables):
+        mmc.dma_unmap_sgtable(device, sgt)
+    assert a.iova_ranges == [] and domain.stats["leaves"] == 0 and (a.mappings, b.mappings) == (0, 0)
+
+
+def test_iovas_that_a_domain_does_not_translate_or_reserves_are_not_given(mem):
+    domain = IOMMUDomain(mem, windows=[(0, 7 * PAGE - 1), (9 * PAGE, 16 * PAGE + 100)],
+                         reserved=[(11 * PAGE + 5, 12 * PAGE, "msi"), (12 * PAGE, 12 * PAGE, "direct"), (3 * PAGE, 3 * PAGE)])
+    device = Device(mem, iommu=domain)
+    tables = [build(mem, [pfn]) for pfn in range(20, 40)]
+    with pytest.raises(MMError, match="no 4096 bytes of IOVA space") as caught:
+        for sgt in tables:
+            mmc.dma_map_sgtable(device, sgt)
+    assert caught.value.errno == 12
+    assert [first // PAGE for first, _ in device.iova_ranges] == [1, 2, 4, 5, 6, 9, 10, 13, 14, 15]
+    mmc.dma_unmap_sgtable(device, tables[3])
+    mmc.dma_map_sgtable(device, tables[15])
+    assert dma_rows(tables[15]) == [(10 * PAGE, PAGE)]
 
 
 # ---- IOVA space ---------------------------------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ cdef class Device:
     cdef readonly Memory mem
     cdef dma_limits_t limits
     cdef readonly IOMMUDomain domain    # None: direct mapping
-    cdef list taken                     # [(first IOVA, one past the last)], sorted
-    cdef object lock                    # of taken
     cdef readonly uint64_t mappings     # tables mapped now
 
     cdef uint64_t iova_alloc(self, uint64_t size) except? 0     # ~0 when there is no room

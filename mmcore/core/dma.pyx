@@ -10,7 +10,6 @@ from mmcore.core.folio cimport count_arg
 import bisect
 import enum
 import errno as _errno
-import threading
 
 from .errors import BadPage, InvalidArgument, MMError
 
@@ -157,10 +156,15 @@ cdef uint64_t make_segments(sg_t *sgl, uint64_t nents, uint64_t page, uint64_t i
         sg = next_sg(sg)
     return count
 
-def _fit(first, end, size):
-    """Return the highest start of an aligned range of this size in [first, end), or None."""
-    start = (end - size) & -(1 << (size - 1).bit_length())
-    return start if end >= size and start >= first else None
+def _highest(busy, first, end, size):
+    """Return the highest start of an aligned range of this size in [first, end) that none of `busy` meets, or None."""
+    align = 1 << (size - 1).bit_length()
+    for begin, after in [*reversed(busy), (0, first)]:
+        start = (end - size) & -align
+        if end >= size and start >= max(first, after):
+            return start
+        end = min(end, begin)
+    return None
 
 # ---- devices ------------------------------------------------------------------------------------------------------------
 cdef class Device:
@@ -187,8 +191,6 @@ cdef class Device:
             self.domain = iommu
         elif iommu:
             self.domain = IOMMUDomain(mem)
-        self.taken = []
-        self.lock = threading.Lock()
         self.mem = mem
 
     @property
@@ -212,35 +214,34 @@ cdef class Device:
         return self.domain is not None
 
     cdef uint64_t iova_alloc(self, uint64_t size) except? 0:
-        """A range below all that are taken, or else the highest hole that fits; aligned to its size as a power of two.
+        """A range below all that its domain's devices have, or else the highest hole; aligned to its size as a power of two.
 
         So a range not longer than the boundary never crosses one, and places in a longer one are as if it began at 0.
         """
         if size > ONE << 63:
             return ALL_ONES
-        with self.lock:
-            last = self.dma_mask + 1
+        domain = self.domain
+        with domain.taking:
             # IOVA 0 is left out, so that no segment is at address 0.
-            start = _fit(self.mem.page_size, self.taken[0][0] if self.taken else last, size)
+            first, end = self.mem.page_size, self.dma_mask + 1
+            lowest = domain.taken[0][0] if domain.taken else end
+            start = _highest(domain.closed, first, min(lowest, end), size)
             if start is None:
-                for first, end in reversed(self.taken):
-                    start = _fit(end, last, size)
-                    if start is not None:
-                        break
-                    last = first
+                start = _highest(sorted(domain.closed + domain.taken), first, end, size)
             if start is None:
                 return ALL_ONES
-            bisect.insort(self.taken, (start, start + size))
+            bisect.insort(domain.taken, (start, start + size))
             return start
 
     cdef void iova_free(self, uint64_t iova):
-        with self.lock:
-            del self.taken[bisect.bisect_left(self.taken, (iova, 0))]
+        domain = self.domain
+        with domain.taking:
+            del domain.taken[bisect.bisect_left(domain.taken, (iova, 0))]
 
     @property
     def iova_ranges(self):
-        """List the IOVA ranges in use: (first, one past the last)."""
-        return list(self.taken)
+        """List the IOVA ranges that the devices of its domain use: (first, one past the last); [] without one."""
+        return [] if self.domain is None else list(self.domain.taken)
 
     def check(self, sgt):
         """List what of a table breaks the device's limits, [] when nothing does, as the kernel's DMA debugging does.

@@ -65,6 +65,9 @@ cdef class IOMMUDomain:
     cdef readonly list windows      # [(first, last)] of IOVAs that it can translate; both inside
     cdef readonly list reserved     # [(first, last, kind)] of IOVAs that are not for DMA mappings
     cdef public object holder       # a weak reference to the container it is attached to, or None
+    cdef list closed                # [(first IOVA, one past the last)] of what devices are not given, sorted and apart
+    cdef list taken                 # the same of what they were given (dma_map_sgtable()): they share one IOVA space
+    cdef object taking              # a lock: of taken
 
     cdef mem_t *enter(self) except NULL     # for the nogil calls above; leave() ends
     cdef void leave(self) noexcept

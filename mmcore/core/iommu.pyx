@@ -11,6 +11,7 @@ from libc.string cimport memset
 from mmcore.core.folio cimport count_arg
 
 import errno as _errno
+import threading
 
 from .errors import InvalidArgument, MMError
 from .size import format_size, parse_size
@@ -301,9 +302,9 @@ cdef class IOMMUDomain:
     IOMMUDomain(mem, *, page_sizes=None, windows=None, reserved=()): page_sizes are the leaf sizes it may use ("4K", "2M",
     "1G"; default: all that the Memory's page size has). windows: [(first, last)] of IOVAs that it translates, both inside
     (default: all of 64 bits); reserved: [(first, last)] or [(first, last, kind)], kind "reserved", "direct", "msi", or
-    "direct-relaxable", which may be mapped over. Those two bind the drivers that map (VFIO), as in the kernel, not map()
-    itself. map(), unmap() and iova_to_phys() are the kernel's iommu_map(), iommu_unmap() and iommu_iova_to_phys(); .stats
-    counts what they cost.
+    "direct-relaxable", which VFIO may map over. Those two bind VFIO and dma_map_sgtable(), as in the kernel, not map()
+    itself. Devices that share a domain share its IOVAs. map(), unmap() and iova_to_phys() are the kernel's iommu_map(),
+    iommu_unmap() and iommu_iova_to_phys(); .stats counts what they cost.
     """
 
     def __init__(self, Memory mem not None, *, page_sizes=None, windows=None, reserved=()):
@@ -325,6 +326,9 @@ cdef class IOMMUDomain:
         if not self.windows:
             raise InvalidArgument("windows=[]: a domain without an IOVA maps nothing")
         self.reserved = sorted([ranges_arg(region, "a reserved region") for region in reserved])
+        self.closed = closed_ranges(self.windows, self.reserved)
+        self.taken = []
+        self.taking = threading.Lock()
         if iommu_init(&self.d, m.page_shift, bitmap):
             raise MMError(_errno.ENOMEM, "no memory for the root table of an IOMMU domain")
         self.mem = mem
@@ -449,6 +453,12 @@ def merged(windows):
             first, last = before[0], max(last, before[1])
         done.append((first, last))
     return done
+
+def closed_ranges(windows, reserved):
+    """[(first, one past the last)] of the IOVAs outside of the windows, and of those that are reserved."""
+    edges = [-1] + [edge for window in windows for edge in window] + [1 << 64]
+    outside = [(last + 1, first - 1) for last, first in zip(edges[::2], edges[1::2]) if last + 1 < first]
+    return [(first, last + 1) for first, last in merged(outside + [region[:2] for region in reserved])]
 
 cdef object map_error(IOMMUDomain domain, int error, uint64_t iova, uint64_t phys, uint64_t size):
     what = f"mapping {size} bytes at IOVA {iova:#x} to {phys:#x}"
