@@ -565,6 +565,30 @@ def test_what_a_umem_says():
         pickle.dumps(umem)
     ib_umem_release(umem)
     assert repr(umem) == f"<IBUmem {addr:#x}+{3 * PAGE:#x} released>"
+    for ask in (ib_umem_start_dma_addr, ib_umem_is_contiguous, lambda umem: ib_umem_dma_offset(umem, PAGE)):
+        with pytest.raises(InvalidArgument, match="is released"):
+            ask(umem)
     with pytest.raises(TypeError, match="an IBUmem is wanted"):
         ib_umem_release(addr)
     assert pins(mem) == 0 and mm.pinned_vm == 0
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("change", [lambda sgt: setattr(sgt[0], "length", PAGE), lambda sgt: setattr(sgt[0], "page", None),
+                                    lambda sgt: setattr(sgt[0], "length", 5 * PAGE), mmc.sg_free_append_table])
+def test_a_table_that_was_changed_is_not_released_by(change, release):
+    mem, mm, dev = machine()
+    addr = mapped(mm, 4 * PAGE)
+    with mmc.PinLedger(mem) as ledger:
+        umem = ib_umem_get(dev, mm, addr, 4 * PAGE, RW)
+        mmc.dma_unmap_sgtable(dev, umem.sgt)
+        before = rows(umem.sgt)
+        change(umem.sgt)
+        with nothing_kept(mem, mm), pytest.raises(InvalidArgument):
+            ib_umem_release(umem, release=release)
+        assert not umem.released and sum(ledger.by_holder().values()) == 4
+        if len(umem.sgt) == len(before):
+            for entry, (pfn, offset, length) in zip(umem.sgt, before):
+                mmc.sg_set_page(entry, mem.page(pfn), length, offset)
+            ib_umem_release(umem, release=release)
+            assert pins(mem) == 0 and mm.pinned_vm == 0 and not ledger.by_holder()

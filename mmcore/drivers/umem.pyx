@@ -26,6 +26,7 @@ from mmcore.core.lock cimport raise_pending
 from mmcore.core.mm cimport MM
 from mmcore.core.output cimport leaf_word, release_leaves
 from mmcore.core.scatterlist cimport *
+from mmcore.core.sgiter cimport pages_of
 from mmcore.core.sgoutput cimport *
 from mmcore.core.space cimport mm_t
 from mmcore.core.walk cimport *
@@ -408,8 +409,9 @@ def ib_umem_release(umem, *, release="range", lists="run"):
     """Unmap, unpin and uncharge a umem; None is let pass. Pages of a writable one are marked dirty first.
 
     release: "range", "array" or "page"; lists: how the lists of "array" are walked, "run" or "head" (as in 2020). Raises
-    InvalidArgument for one that is released, and BadPage when its pins are not all there any more; then pins and charge are
-    as they were, only the device's mapping is gone, and it can be called again. Kernel: ib_umem_release().
+    InvalidArgument for one that is released, or whose table was changed, and BadPage when its pins are not all there any more;
+    then pins and charge are as they were, only the device's mapping is gone, and it can be called again. Kernel:
+    ib_umem_release().
     """
     cdef IBUmem u
     cdef int way = release_arg(release), gen = lists_arg(lists)
@@ -439,6 +441,14 @@ cdef object give_back(IBUmem umem, int way, int gen):
     if table.mapping is not None:
         dma_unmap_sgtable(umem.device, table)
     m = table.write(True)
+    try:
+        named = pages_of(table)
+        if named != umem.npages:
+            raise InvalidArgument(f"ib_umem_release(): somebody changed the table: it names {named} pages, and {umem.npages} were pinned. "
+                                  "Nothing was unpinned", addr=umem.address)
+    except BaseException:
+        table.write_done()
+        raise
     room = (ONE << m.page_shift) // 8
     with nogil:
         # One batch: folios are freed at its end, and until then all of it can be undone.
@@ -493,7 +503,9 @@ def ib_umem_num_pages(umem):
 
 
 def ib_umem_start_dma_addr(umem):
-    """Return where the device sees the first byte."""
+    """Return where the device sees the first byte. Raises InvalidArgument when the umem is released."""
+    if getattr(umem, "released", False):
+        raise InvalidArgument("the umem is released", addr=umem.address)
     return umem.sgt[0].dma_address + ib_umem_offset(umem)
 
 
