@@ -371,3 +371,14 @@ def test_info_and_repr(two):
 def test_a_container_is_one_of_a_memory(two):
     with pytest.raises(TypeError, match="a Memory is wanted"):
         VFIOContainer(two[1])
+
+
+def test_the_sixty_fifth_domain_is_refused(two):
+    mem, mm, c, addr = two
+    c.map_dma(mm, addr, 0, 2 * PAGE)
+    while len(c.domains) < 64:
+        c.attach(IOMMUDomain(mem))
+    one_more = IOMMUDomain(mem)
+    refused(c, errno.ENOSPC, lambda: c.attach(one_more), mm, match="64 domains are attached")
+    assert one_more.holder is None and one_more.stats["leaves"] == 0
+    assert c.unmap_dma(0, 0, ALL) == 2 * PAGE and pins(mem) == 0 and mm.locked_vm == 0

@@ -37,7 +37,7 @@ from .vfio_page import vfio_change_dma_owner, vfio_unpin_page_external
 from .vfio_pin import ACQUIRES, RELEASES, vfio_pin_map_dma, vfio_replay
 from .vfio_uapi import *
 from .vfio_uapi import __all__ as _uapi
-from .vfio_unmap import vfio_reaccount, vfio_unmap_domain, vfio_unmap_unpin, vfio_unreplay
+from .vfio_unmap import DOMAINS_MOST, vfio_reaccount, vfio_unmap_domain, vfio_unmap_unpin, vfio_unreplay
 from .vfio_window import excluded, free_iova, inside, intersect, windows_of
 
 __all__ = ["VFIOContainer", "VFIODevice", "VFIOMapping", "VFIOPin", *_uapi]
@@ -358,7 +358,7 @@ class VFIOContainer(ExternalPins, DirtyPages):
         Memory of mappings that no IOMMU had so far is pinned and charged now. current: the MM of who calls, whose limit
         is looked at first (default: that of who mapped). Raises MMError: EBUSY (addresses are invalid), EINVAL
         (attached already; mappings outside of its windows or in its reserved regions; no IOVA left), EPERM (MSIs not
-        isolated), and what pinning and mapping raise. All is as before then. Kernel: attach_group.
+        isolated), ENOSPC (64 domains), and what pinning and mapping raise. All is as before then. Kernel: attach_group.
         """
         call = "attach"
         if not isinstance(domain, IOMMUDomain):
@@ -373,6 +373,8 @@ class VFIOContainer(ExternalPins, DirtyPages):
                 raise MMError(errno.EBUSY, f"{call}: {self.vaddr_invalid_count} mappings have no valid address: "
                                            "map_dma() with "
                                            "VFIO_DMA_MAP_FLAG_VADDR first")
+            if len(self._attached) == DOMAINS_MOST:
+                raise MMError(errno.ENOSPC, f"{call}: {DOMAINS_MOST} domains are attached, and a container has no more")
             with _claiming:
                 if domain.holder is not None:
                     where = "this" if domain.holder() is self else "another"

@@ -1,5 +1,9 @@
+from typing import Final
+
 from ..core.iommu import IOMMUDomain
 from .vfio_dma import VFIODma
+
+DOMAINS_MOST: Final[int]
 
 def vfio_unmap_unpin(dma: VFIODma, domains: list[IOMMUDomain], how: int, do_accounting: bool) -> int: ...
 def vfio_unmap_domain(dma: VFIODma, domain: IOMMUDomain) -> None: ...

@@ -5,6 +5,8 @@ from mmcore.core.iommu cimport *
 from ..core.errors import BadPage, InvalidArgument
 from ..ledger import holding
 
+DOMAINS_MOST = <int>MAX_DOMAINS         # of a container
+
 cdef int domains_in(list domains, domains_t *out) except -1:
     cdef IOMMUDomain domain
     out.n = 0
