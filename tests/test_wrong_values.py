@@ -127,3 +127,14 @@ def test_objects_that_were_never_set_up_crash_nothing():
              and not issubclass(getattr(mmc, name), (Exception, int, tuple)) and name not in ("VFIOContainer", "PageFlags")]
     done = subprocess.run([sys.executable, "-c", BARE, *names], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.split() == names, done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("text, size", [("0.5K", 512), ("1.5 GiB", 3 << 29), ("1.25", None), ("9007199254740993.0", 9007199254740993),
+                                        ("9" * 400 + ".5G", None), ("9" * 400 + ".0", int("9" * 400))])
+def test_sizes_are_exact_however_long(text, size):
+    if size is None:
+        with pytest.raises(mmc.InvalidArgument):
+            mmc.Memory(text)
+    else:
+        from mmcore.core.size import parse_size
+        assert parse_size(text) == size

@@ -1,6 +1,7 @@
 """Sizes in bytes, as int or as "4K", "2M", "1G", "1T"."""
 import operator
 import re
+from fractions import Fraction
 
 from .errors import InvalidArgument
 
@@ -18,8 +19,8 @@ def parse_size(size, what="size"):
         if not match:
             raise InvalidArgument(f'{what} {size!r} is no size; write bytes as an int, or "4K", "2M", "1G", "1T"')
         number, unit = match.groups()
-        scaled = float(number) * _UNITS[unit.upper()] if "." in number else int(number) * _UNITS[unit.upper()]
-        if scaled != int(scaled):
+        scaled = Fraction(number) * _UNITS[unit.upper()]
+        if scaled.denominator != 1:
             raise InvalidArgument(f"{what} {size!r} is not a whole number of bytes")
         return int(scaled)
     if isinstance(size, bool):
