@@ -111,6 +111,13 @@ def test_foreign_files(tmp_path, content):
     refused(tmp_path / "x")
 
 
+def test_what_has_no_end_or_no_writer_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", "/dev/null", tmp_path / "pipe"):
+        with pytest.raises(ValueError, match="no regular file"):
+            live.Capture.load(path)
+
+
 def test_a_folder_and_no_file(tmp_path):
     with pytest.raises(OSError):
         live.Capture.load(tmp_path)

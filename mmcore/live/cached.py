@@ -25,7 +25,7 @@ def cached(path):
     Raises OSError where it cannot be opened, NotPossible without the right to see frames or on a kernel before 5.14.
     """
     require_proc()
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         size, found = os.fstat(descriptor).st_size, []
         if not os.path.isfile(path):

@@ -7,6 +7,7 @@ unpack to must fit into memory: a small file cannot ask for all of it.
 import ast
 import json
 import os
+import stat
 import struct
 import zipfile
 import zlib
@@ -55,7 +56,7 @@ def save(path, info, arrays):
 def load(path):
     """Read a capture file: (info, arrays), checked. Raises FileNotFoundError, or ValueError saying what is wrong."""
     try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as whole:
+        with open(path, "rb", opener=regular) as file, zipfile.ZipFile(file) as whole:
             sizes = members(whole)
             if sizes["info.npy"] > MAX_INFO:
                 raise ValueError(f"{format_size(sizes['info.npy'])} of description")
@@ -82,6 +83,16 @@ def load(path):
         said = " ".join(str(error).split())[:100] or type(error).__name__
         raise ValueError(f"{path}: not a whole mmcore capture ({said}); it is truncated, damaged or another kind of "
                          "file: capture again") from None
+
+
+def regular(path, flags):
+    """Open a path for open(). Raises Refused for what is no regular file: a device may have no end, a pipe no writer."""
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):       # open() says what a folder is
+        os.close(fd)
+        raise Refused("no regular file, which captures are")
+    return fd
 
 
 class Refused(Exception):
