@@ -136,6 +136,14 @@ def test_files_that_are_none(verb, tmp_path):
     assert "capture again" in error(verb, path)
 
 
+@pytest.mark.parametrize("closed", [1, 2])
+def test_outputs_that_are_closed(closed, files, tmp_path):
+    """mmcore pins >&-: there is nothing to write to, and nothing goes wrong."""
+    for words in (["pins"], ["frag"], ["map", files[0]], ["gup-test", "-m", "1"], ["preflight", "--size", "64K"]):
+        done = mmcore(*map(str, words), preexec_fn=lambda: os.close(closed))
+        assert (done.returncode, done.stderr) == (0, "") and bool(done.stdout) == (closed == 2)
+
+
 def test_processes_that_are_none(tmp_path):
     gone = str(1 << 22 | 1)
     for words in (["capture", "--pid", gone, "-o", tmp_path / "x"], ["backing", gone], ["types", gone], ["map", gone],

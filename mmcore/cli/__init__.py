@@ -21,6 +21,9 @@ def main(argv=None):
     """Run the command line; return the exit status. argv: words after the program's name."""
     from mmcore.live.errors import NotPossible
 
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:      # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w"))
     args = _parser().parse_args(argv)
     try:
         status = args.run(args) or 0

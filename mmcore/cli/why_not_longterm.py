@@ -5,6 +5,7 @@ page, zone and migrate type.
 
 from .output import print_fields, print_json
 from .register import _address
+from .target import is_pid
 
 HELP = "why can the page at this address not be pinned long-term?"
 
@@ -20,7 +21,7 @@ def run(args):
     """Look and print."""
     from mmcore.live import Capture, capture, why_not_longterm
 
-    if args.target.isdigit() or args.target == "self":
+    if is_pid(args.target) or args.target == "self":
         target = args.target if args.target == "self" else int(args.target)
         snapshot = capture(target, args.addr, 1)
     else:
