@@ -179,12 +179,23 @@ def test_wrong_options(words, code):
     assert done.returncode == code and "Traceback" not in done.stderr and done.stderr
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"entries": 3}', "\0"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"entries": 3}', "\0", '{"entries": [5]}', '{"entries": [{}]}'])
 def test_files_that_are_none_of_ours(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
-    done = mmcore("bench", "--compare", str(path), "--quick")
-    assert done.returncode == 1 and "Traceback" not in done.stderr and str(path) in done.stderr
+    for option in ("--compare", "--load"):
+        done = mmcore("bench", option, str(path), "--quick", "--table", "rdma")
+        assert done.returncode == 1 and "Traceback" not in done.stderr and str(path) in done.stderr and not done.stdout
+
+
+def test_a_run_that_lacks_a_field_is_none(saved, tmp_path):
+    path = tmp_path / "x.json"
+    for field in ("machine", "floor_ns_per_page", "missing", "seconds"):
+        path.write_text(json.dumps({name: value for name, value in saved[2].items() if name != field}))
+        done = mmcore("bench", "--load", str(path))
+        assert (done.returncode, done.stdout) == (1, "") and f"KeyError '{field}'" in done.stderr
+    done = mmcore("bench", "--load", str(saved[0]), "--save", str(tmp_path / "no" / "x"))
+    assert done.returncode == 1 and "no such folder" in done.stderr and not done.stdout
 
 
 def test_where_the_repository_is_not(monkeypatch, tmp_path):

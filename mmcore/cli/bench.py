@@ -5,12 +5,15 @@ beside. A ratio whose spread crosses 1 is "even", never a win.
 """
 
 import argparse
+import contextlib
 import csv
+import io
 import json
 import sys
 
 from .output import print_json, print_table
 from .register import _positive, _size
+from .target import existing_folder
 
 HELP = "every published measurement again, in one run"
 COLUMNS = ("table", "scenario", "before", "after", "before_ns_per_page", "after_ns_per_page", "ratio", "low", "high",
@@ -33,13 +36,18 @@ def add_arguments(parser):
 
 def run(args):
     """Measure, or load, and print."""
-    old = _load(args.compare) if args.compare else None
+    from mmcore.bench.tables import against
+
+    old = _load(args.compare, lambda report: against(report, report)) if args.compare else None
+    for path in (args.save, None if args.csv == "-" else args.csv):
+        if path:
+            existing_folder(path)
     if args.plot:
         _check_plot(args)
     if args.json and args.csv == "-":
         args.usage_error("--json or --csv -, not both: both write to standard output")
     if args.load:
-        report = _load(args.load)
+        report = _load(args.load, _try_all)
     else:
         from mmcore.bench import tables
 
@@ -48,8 +56,6 @@ def run(args):
             args.usage_error(f"no table {unknown[0]!r}; there are {', '.join(tables.TABLES)}")
         report = tables.measure(args.table, args.quick, args.rounds, args.size)
     if old is not None:
-        from mmcore.bench.tables import against
-
         report["against"] = {"machine": old.get("machine"), "when": old.get("when"), "rows": against(report, old)}
     if args.save:
         with open(args.save, "w") as out:
@@ -156,7 +162,14 @@ def _write_csv(report, where):
             out.close()
 
 
-def _load(path):
+def _try_all(report):
+    with contextlib.redirect_stdout(io.StringIO()):
+        print_report(report)
+        _write_csv(report, "-")
+
+
+def _load(path, use):
+    """Read a file that --save wrote. use(report): what will be done with it is tried now, before anything is measured."""
     with open(path) as file:
         try:
             report = json.load(file)
@@ -164,6 +177,10 @@ def _load(path):
             raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(report, dict) or not isinstance(report.get("entries"), list):
         raise ValueError(f"{path} is not a file of `mmcore bench --save`: it has no entries")
+    try:
+        use(report)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        raise ValueError(f"{path} is not a whole file of `mmcore bench --save`: {type(error).__name__} {error}") from None
     return report
 
 
