@@ -228,6 +228,7 @@ def test_types_of_this_machine_and_of_a_file():
     assert got["file"].endswith("test_cli_capture.py") and all("file" in row["names"] for row in got["rows"])
     assert "no such file" in error("types", "-f", "/nonexistent").lower()
     assert good("types", "-d", "0x10,anon,bit57").split("\t")[2] == "dirty,anonymous,bit57\n"
+    assert data("types", "-d", "0x10,anon")["names"] == "dirty,anonymous"
     assert "10 B buddy" in good("types", "--legend")
 
 

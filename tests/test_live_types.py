@@ -136,6 +136,7 @@ def test_select_and_summarise():
     assert got.total == 7 and got.rows == [(0, 1), (4, 3), (1 << 10, 1), (1 << 57, 2)]
     assert got.as_dict()["rows"][3]["names"] == "bit57"
     assert types.select(pages, [(2, 4), (6, None)]).where.tolist() == [2, 3, 6, 7]
+    assert types.select(pages, [(1 << 64, 1 << 70), (1 << 80, None), (6, (1 << 64) + 1)]).where.tolist() == [6, 7]
     assert types.select(pages, bits=[types.parse_bits("referenced")]).where.tolist() == [1, 2, 6]
     # A filter that names a hidden flag means it; one that says "exactly these" means what is shown.
     assert types.select(pages, bits=[types.parse_bits("reserved")]).where.tolist() == [7]

@@ -53,7 +53,10 @@ def run(args):
             word = types.parse_flags(args.describe)
         except ValueError as error:
             args.usage_error(str(error))
-        print(f"{word:#018x}\t{types.letters(word)}\t{types.names(word)}")
+        if args.json:
+            print_json({"flags": f"{word:#018x}", "symbolic": types.letters(word), "names": types.names(word)})
+        else:
+            print(f"{word:#018x}\t{types.letters(word)}\t{types.names(word)}")
         return
     if sum(one is not None for one in (args.target, args.pid, args.file)) > 1:
         args.usage_error("one of PID|FILE, --pid and --file")

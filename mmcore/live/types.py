@@ -221,8 +221,9 @@ def select(pages, addresses=(), bits=(), raw=False):
     if addresses:
         which = np.zeros(len(pages.where), bool)
         for first, last in addresses:
-            which |= (pages.where >= np.uint64(first)) if last is None else (
-                (pages.where >= np.uint64(first)) & (pages.where < np.uint64(last)))
+            # Beyond 64 bits there is no page.
+            first, last = min(first, ALL), ALL if last is None else min(last, ALL)
+            which |= (pages.where >= np.uint64(first)) & (pages.where < np.uint64(last))
         pages = pages.part(which)
     visible = shown(pages.words, raw)
     whole = visible if raw else pages.words
