@@ -155,6 +155,8 @@ def test_processes_that_are_none(tmp_path):
 
 def test_where_nothing_can_be_written(holder, tmp_path):
     assert "no such folder" in error("capture", "--pid", holder[0], "-o", tmp_path / "no" / "x.npz")
+    for folder in (tmp_path, ""):
+        assert "name a file" in error("capture", "--pid", holder[0], "-o", folder)
     assert "maps nothing" in error("capture", "--pid", holder[0], "--addr", "0x1000", "--length", "4K", "-o",
                                    tmp_path / "x")
     assert "there is no line" in error("capture", "--pid", holder[0], "--vma", 99999, "-o", tmp_path / "x")

@@ -162,6 +162,11 @@ def test_more_memory_than_there_is():
     assert "is available; ask for less" in one_line(mmcore("register", "--size", "100T"), 1)
 
 
+def test_a_model_that_is_larger_than_the_memory_here():
+    done = mmcore("register", "--model", "--size", "4000T")
+    assert done.returncode == 1 and "a model of 4000 TiB takes 250 TiB" in done.stderr and not done.stdout
+
+
 @linux
 def test_hugetlb_without_a_pool():
     size = hugetlb_size()

@@ -7,6 +7,7 @@ and, if asked, with another backing.
 """
 
 import contextlib
+import errno
 import platform
 import statistics
 import sys
@@ -16,16 +17,17 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from mmcore.core.errors import MMError
 from mmcore.live.backing import describe, physical_runs
 from mmcore.live.buffer import buffer
 from mmcore.live.capture import capture
 from mmcore.live.errors import NotPossible
 from mmcore.live.iouring import MAX_IOVEC, kernel_register, predict_iouring_pins
-from mmcore.live.limits import fit, limits
+from mmcore.live.limits import available_memory, fit, limits
 from mmcore.live.pagemap import (
     KPF_ANON, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE, KPF_SWAPBACKED, KPF_THP,
 )
-from mmcore.live.units import round_up
+from mmcore.live.units import format_size, round_up
 
 from . import costmodel
 from .phases import engine_phases
@@ -35,6 +37,7 @@ MODEL_SEED = 6
 MODEL_HUGE = 2 << 20        # bytes of a huge folio in the model
 MODEL_SPARE = 64 << 20      # bytes beyond the buffer, for what the engine takes for itself
 MODEL_PIECE = 32            # longest stretch of consecutive PFNs in the model's base pages
+MODEL_NEEDS = 256           # bytes that a page of it takes here: its struct page, lists, arrays, page tables
 
 
 @dataclass
@@ -60,11 +63,15 @@ def model_layout(size, backing, page_size=4096):
 
     "4k", "shmem": base pages in a lightly shuffled order, as a machine that ran a while
     gives them; "thp": order-9 folios, base pages for the rest; "hugetlb": a pool of 2 MiB.
-    Raises MMError where the engine's memory cannot be reserved.
+    Raises MMError where the engine's memory cannot be reserved, or would not be there when it is used.
     """
     import mmcore
 
     npages = round_up(size, page_size) // page_size
+    room = available_memory()
+    if room is not None and npages * MODEL_NEEDS > room:
+        raise MMError(errno.ENOMEM, f"a model of {format_size(size)} takes {format_size(npages * MODEL_NEEDS)}, and "
+                                    f"{format_size(room)} of memory is available; ask for less")
     order = (MODEL_HUGE // page_size).bit_length() - 1
     huge = npages >> order
     if backing == "hugetlb":
@@ -207,8 +214,6 @@ def acquire_rows(mm, addr, npages, rounds=9):
 
 def acquire_report(layout, live, backing, rounds):
     """acquire_rows() of the buffer; with a model, of one like it. {"rows", "reason"}."""
-    from mmcore import MMError
-
     try:
         if layout.mm is not None:
             rows = acquire_rows(layout.mm, layout.addr, len(layout.pfns), rounds)
@@ -227,8 +232,6 @@ def phase_report(layout, live, backing, rounds):
 
     First touch and freeing are those of a modelled buffer of its size and its commonest folios.
     """
-    from mmcore import MMError
-
     size = len(layout.pfns) * layout.mem.page_size
     like = backing if not live else _backing_of(layout)
     try:

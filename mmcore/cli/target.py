@@ -105,6 +105,8 @@ def heading(capture):
 
 def existing_folder(path):
     """Raise OSError before the work is done where the file could not be written after it."""
+    if os.path.isdir(os.path.abspath(path)):
+        raise IsADirectoryError(21, "that is a folder; name a file to write", path)
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise FileNotFoundError(2, "there is no such folder to write the file to; make it first", path)
