@@ -523,3 +523,26 @@ def test_a_piece_of_several_pages(mem):
             bio.add_page(*wrong)
     bio_release_pages(bio, True)
     assert folio.pincount == 5 and folio.dirty
+
+
+def test_a_table_that_cannot_grow_is_refused_before_anything_is_pinned(mem):
+    user = User(mem, 4)
+    device, behind, it = mmc.Device(mem), table(mem, 1, 1), iov_iter_ubuf(ITER_DEST, VA, 3 * PAGE)
+    busy, front, freed = table(mem, 8, 1), table(mem, 8), table(mem, 8, 1)
+    for sgt in (busy, front, behind, freed):
+        mmc.sg_set_page(sgt[0], user.pages[0], PAGE, 0)
+    mmc.dma_map_sgtable(device, busy)
+    mmc.sg_chain(front, 2, behind)
+    for sgt, error, match in ((busy, MMError, "mapped for DMA"), (front, InvalidArgument, "chained")):
+        with refused(mem, error, match):
+            extract_iter_to_sg(it, 3 * PAGE, sgt, 3, pin=user.pin)
+    assert user.calls == []
+
+    def pin(*args):
+        mmc.sg_free_table(freed)
+        return user.pin(*args)
+
+    with refused(mem, InvalidArgument):
+        extract_iter_to_sg(it, 3 * PAGE, freed, 3, pin=pin)
+    assert it.count == 3 * PAGE
+    released(mem)

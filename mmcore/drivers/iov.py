@@ -207,7 +207,8 @@ def extract_iter_to_sg(it, maxsize, sgt, sg_max, *, pin=None):
     pages, FOLL_WRITE or 0) and each page is an entry; when it fails, this call's pages are unpinned and table and
     iterator are as they were. kvec: an entry a page. bvec: an entry each. Folios: an entry each.
 
-    Raises MMError(EIO) for an iterator without bytes, InvalidArgument when sg_max exceeds the table's room.
+    Raises MMError(EIO) for an iterator without bytes, InvalidArgument when sg_max exceeds the table's room or tables are chained
+    to it, MMError(EBUSY) while it is mapped for DMA.
     """
     _of(it, IovIter, "an IovIter")
     _of(sgt, SGTable, "an SGTable")
@@ -222,6 +223,7 @@ def extract_iter_to_sg(it, maxsize, sgt, sg_max, *, pin=None):
     if sg_max > room:
         raise InvalidArgument(f"sg_max {sg_max} is more than the {room} entries that the table has left")
     start, nents, done, pinned = it.position, sgt.nents, 0, []
+    sgt.nents = nents               # refused here, before anything is pinned, where it cannot grow
     try:
         while maxsize > done and sg_max > sgt.nents - nents:
             n = _STEP[it.kind](it, maxsize - done, sgt, sg_max - (sgt.nents - nents), pin, pinned)
@@ -231,9 +233,11 @@ def extract_iter_to_sg(it, maxsize, sgt, sg_max, *, pin=None):
             done += n
     except BaseException:
         it.position = start
-        sgt.nents = nents
-        for pages in pinned:
-            unpin_user_pages(pages)
+        try:
+            for pages in pinned:
+                unpin_user_pages(pages)
+        finally:
+            sgt.nents = nents
         raise
     return done
 
