@@ -422,6 +422,10 @@ def test_the_drawing(mem):
         "segment   C 2: PFN 0x13 + 0, 1 bytes (1)"]
     with refused(mem, InvalidArgument):
         mmc.sg_draw(sgt, max_pages=3)
+    for width in (0, -1):
+        with refused(mem, InvalidArgument, "at least one page"):
+            mmc.sg_draw(sgt, width=width)
+    assert mmc.sg_draw(sgt, width=3).splitlines()[:2] == ["virtual   |AAB|", "virtual   |C|"]
 
 
 def test_the_numpy_copy_is_a_copy(mem):

@@ -40,6 +40,8 @@ def sg_draw(sgt, *, width=64, max_pages=1024):
     """
     if not isinstance(sgt, SGTable):
         raise TypeError(f"an SGTable is wanted, not {sgt!r}")
+    if width < 1:
+        raise InvalidArgument(f"width {width}: a line has at least one page")
     entries = sgt.entries
     page = sgt.mem.page_size
     cpu = entries[:sgt.orig_nents]
