@@ -546,3 +546,23 @@ def test_a_table_that_cannot_grow_is_refused_before_anything_is_pinned(mem):
         extract_iter_to_sg(it, 3 * PAGE, freed, 3, pin=pin)
     assert it.count == 3 * PAGE
     released(mem)
+
+
+def test_a_pin_that_moves_its_own_iterator(mem):
+    """The iterator stands behind what was extracted, and the pins are the caller's, whatever the callback did."""
+    user = User(mem, 4)
+    it = iov_iter_ubuf(ITER_DEST, VA, 4 * PAGE)
+
+    def pin(addr, nr_pages, gup_flags):
+        it.advance(3 * PAGE)
+        return user.pin(addr, nr_pages, gup_flags)
+
+    n, pages, offset = iov_iter_extract_pages(it, 2 * PAGE, 8, mem=mem, pin=pin)
+    assert (n, len(pages), offset, it.position) == (2 * PAGE, 2, 0, 2 * PAGE)
+    mmc.unpin_user_pages(pages)
+    released(mem)
+
+
+def test_an_iterator_of_no_segments_has_none():
+    with pytest.raises(InvalidArgument, match="no segments"):
+        iov_iter_bvec(ITER_DEST, []).segment()

@@ -82,7 +82,12 @@ class IovIter:
         self.position -= n
 
     def segment(self):
-        """Return (segment, bytes of it that are passed, bytes of it that are left); empty segments are passed over."""
+        """Return (segment, bytes of it that are passed, bytes of it that are left); empty segments are passed over.
+
+        Raises InvalidArgument when there are no segments at all.
+        """
+        if not self.segments:
+            raise InvalidArgument("an iterator of no segments is in none of them")
         # The last segment that starts here: those before it that start here too are empty.
         i = bisect_right(self.starts, self.position) - 1
         end = self.starts[i + 1] if i + 1 < len(self.starts) else self.total
@@ -308,8 +313,9 @@ def iov_iter_extract_pages(it, maxsize, maxpages, *, mem=None, pin=None):
     if it.kind == "user":
         if mem is None:
             raise InvalidArgument("user buffers need mem=: whose pages they are")
+        start = it.position
         n, pages, offset = _pin_segment(it, mem, maxsize, maxpages, pin)
-        it.advance(n)
+        it.position = start + n         # whatever `pin` did to it
         return n, pages, offset
     mem = _mem_of(it)
     page_size = mem.page_size
