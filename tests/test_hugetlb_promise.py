@@ -45,3 +45,19 @@ def test_truncation_and_unmapping_count_a_promise_once():
             mem.check()
             assert mem.hugetlb_pools()[HUGE] == (2, 2)
             mm.mmap(2 * HUGE, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_HUGETLB)
+
+
+def test_a_move_to_before_its_own_mapping_leaves_the_promise_for_what_stays():
+    """    |      | 0 | 1 | 2 |        what stays in front of the part that goes ends where that comes to lie
+         | 1 | 0 |   | 2 |    """
+    mem = Memory("16M", hugetlb={"2M": 4})
+    with MM(mem) as mm:
+        addr = mm.mmap(3 * HUGE, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_HUGETLB)
+        mm.write(addr + HUGE, b"moved")
+        assert mm.mremap(addr + HUGE, HUGE, HUGE, addr - HUGE) == addr - HUGE
+        mem.check()
+        assert all(v.flags & mmc.VM.HUGE_RESV for v in mm.vmas) and mm.read(addr - HUGE, 5) == b"moved"
+        mm.munmap(addr - HUGE, 4 * HUGE)
+        # Nothing stays promised: another mapping may have the whole pool.
+        mm.mmap(4 * HUGE, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_HUGETLB)
+        mem.check()

@@ -33,7 +33,8 @@ cdef void vma_merge(mm_t *mm, uint64_t start, uint64_t end) noexcept nogil:
     cdef vma_t *a
     cdef vma_t *b
     cdef file_t *f
-    while i + 1 < mm.nr_vmas and mm.vma[i].start <= end:
+    # Borders in [start, end] only: who isolated a VMA beyond counts on it.
+    while i + 1 < mm.nr_vmas and mm.vma[i + 1].start <= end:
         a = &mm.vma[i]
         b = &mm.vma[i + 1]
         if not same_kind(mm, a, b):
