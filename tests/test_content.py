@@ -122,3 +122,26 @@ def test_views_against_tables(mem):
                 mm.touch(mm.mmap(PAGE, addr=(i + 1) << 30), PAGE)
     thread.join()
     assert not failed
+
+
+@pytest.mark.parametrize("order", [0, 3])
+def test_no_new_view_from_behind_one_when_a_frame_became_a_table(mem, order):
+    """What a memoryview stands on can be viewed again when that one is gone; by then somebody else may have the frames."""
+    folio = mmc.folio_alloc(mem, order)
+    below = mmc.alloc_pages_bulk(mem, folio.pfn - 2)        # tables take the lowest frames
+    view = mmc.folio_address(folio)
+    behind = view.obj
+    view[:4] = b"mine"
+    view.release()
+    with memoryview(behind) as again:
+        assert again[:4] == b"mine"
+    mmc.folio_put(folio)
+    with MM(mem) as mm:
+        mm.touch(mm.mmap(PAGE), PAGE)
+        assert table_frames(mem) & set(range(folio.pfn, folio.pfn + (1 << order)))
+        for _ in range(3):
+            with pytest.raises(BufferError, match="page table"):
+                memoryview(behind)
+        mem.check()
+    memoryview(behind).release()
+    mmc.release_pages(below)

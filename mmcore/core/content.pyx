@@ -41,6 +41,13 @@ cdef void view_del(mem_t *m, view_t *v) noexcept nogil:
     a64_store_relaxed(<uint64_t *>at, <uint64_t>v.next)
     pthread_mutex_unlock(&m.bytes_lock)
 
+cdef bint any_table(const mem_t *m, const view_t *v) noexcept nogil:
+    cdef uint64_t pfn
+    for pfn in range(v.start, v.end):
+        if page_type_is(&m.map[pfn], PGTY_table):
+            return True
+    return False
+
 
 # The collector must not take the Memory from it: a view may still be released, which counts there.
 @cython.no_gc_clear
@@ -48,10 +55,15 @@ cdef class PageBytes:
     def __getbuffer__(self, Py_buffer *view, int flags):
         self.mem.ptr()
         PyBuffer_FillInfo(view, self, self.at, self.size, self.readonly, flags)
+        if self.exports == 0 and not self.readonly:
+            view_add(&self.mem.m, &self.view)
+            # Looked at now that it is listed: between two exports, a frame that was freed may have become a table.
+            if any_table(&self.mem.m, &self.view):
+                view_del(&self.mem.m, &self.view)
+                raise BufferError(f"PFNs {self.view.start:#x}..{self.view.end - 1:#x} were freed, and there is a page table among them "
+                                  "now: take a new view of what is wanted")
         self.mem.views += 1
         self.exports += 1
-        if self.exports == 1 and not self.readonly:
-            view_add(&self.mem.m, &self.view)
 
     def __releasebuffer__(self, Py_buffer *view):
         if self.exports == 1 and not self.readonly:
