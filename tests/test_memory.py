@@ -295,6 +295,20 @@ def test_close_twice_and_with():
         mem.__enter__()
 
 
+def test_a_closed_memory_is_not_set_up_again():
+    mem = Memory("4M")
+    mm, file = mmc.MM(mem), mmc.File(mem, "64K")
+    addr = mm.mmap("64K")
+    mm.touch(addr, "64K")
+    mem.close()
+    # What was made of it would find another machine behind its handles.
+    with pytest.raises(InvalidArgument, match="make a new one"):
+        mem.__init__("8M")
+    for call in (lambda: mm.read(addr, 1), lambda: file.read(0, 1), lambda: mem.page(2)):
+        with pytest.raises(InvalidArgument, match="closed"):
+            call()
+
+
 def test_views_end_at_the_frontier():
     mem = Memory("16M")
     assert len(mem.pages) == 2

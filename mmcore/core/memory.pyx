@@ -97,8 +97,9 @@ cdef class Memory:
 
     def __init__(self, size, *, page_size=4096, movable=0, cma=0, hugetlb=None, devices=(), thp="madvise",
                  shmem_thp="never", mthp=(), debug=False):
-        if self.m.map != NULL:
-            raise InvalidArgument("this Memory is set up already")
+        if self.config is not None:
+            # Not again when it is closed, either: what was made of it would take the new one for its own.
+            raise InvalidArgument(f"this Memory {'is set up already' if self.m.map != NULL else 'is closed: make a new one'}")
         from .boot import boot
         self.config = {"size": size, "page_size": page_size, "movable": movable, "cma": cma, "hugetlb": hugetlb,
                        "devices": devices, "thp": thp, "shmem_thp": shmem_thp, "mthp": mthp, "debug": debug}
@@ -106,6 +107,7 @@ cdef class Memory:
             boot(self)
         except BaseException:
             teardown(&self.m)
+            self.config = None
             raise
 
     # -- life ---------------------------------------------------------------------------------------------------------
