@@ -1,4 +1,5 @@
 """Outputs: lists, runs, and classes of one's own."""
+import errno
 import threading
 
 import pytest
@@ -194,4 +195,79 @@ def test_a_ledger_sees_what_an_object_received(mem, mm, kind):
             pin_user_pages_fast(mm, addr, 4, FOLL_WRITE, output=given)
             assert sum(pin.count for pin in ledger.outstanding()) == 4
             unpin_user_pages(given)
+        ledger.assert_balanced()
+
+
+def scattered(mm):
+    """Eight pages of which no two neighbours follow each other in memory."""
+    addr = mm.mmap(8 * PAGE)
+    for i in (0, 2, 4, 6, 1, 3, 5, 7):
+        mm.touch(addr + i * PAGE, PAGE)
+    return addr
+
+
+class Asks(Note):
+    """Calls back into the engine from its method."""
+
+    def __init__(self, ask, fail_at=None):
+        super().__init__(fail_at)
+        self.ask, self.refusals = ask, []
+
+    def note(self, name, page, npages):
+        try:
+            self.ask(self)
+        except MMError as refusal:
+            self.refusals.append(refusal.errno)
+        super().note(name, page, npages)
+
+
+def test_an_output_is_for_one_call_at_a_time(mem, mm):
+    addr = scattered(mm)
+    output = Asks(lambda self: pin_user_pages(mm, addr + 4 * PAGE, 4, FOLL_WRITE, output=self))
+    pin_user_pages(mm, addr, 4, FOLL_WRITE, output=output)
+    assert output.refusals == [errno.EBUSY] * 4
+    assert output.pfns() == [mm.page_at(addr + i * PAGE).pfn for i in range(4)]
+    with pytest.raises(MMError):
+        pin_user_pages(mm, addr - PAGE, 1, output=output)
+    # It is free again when the call is over, whatever came of it.
+    assert get_user_pages(mm, addr, 1, output=output) is output
+    unpin_user_pages(PageList(mem, output.pfns()[:4]))
+    put_page(mm.page_at(addr))
+
+
+@pytest.mark.parametrize("fail_at", [None, 0, 2])
+def test_the_memory_stays_open_until_the_output_is_done(mem, mm, fail_at):
+    addr = scattered(mm)
+    output = Asks(lambda self: mem.close(), fail_at)
+    try:
+        pin_user_pages(mm, addr, 4, FOLL_WRITE, output=output)
+    except RuntimeError:
+        assert fail_at is not None
+    assert set(output.refusals) == {errno.EBUSY} and not mem.closed
+    unpin_user_pages(PageList(mem, output.pfns()))
+    assert mem.vmstat()["nr_foll_pin_acquired"] == mem.vmstat()["nr_foll_pin_released"]
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 3])
+def test_a_ledger_sees_what_an_output_kept_when_its_method_raised(mem, mm, fail_at):
+    addr = scattered(mm)
+    with PinLedger(mem) as ledger:
+        output = Note(fail_at)
+        with pytest.raises(RuntimeError):
+            pin_user_pages(mm, addr, 4, FOLL_WRITE, output=output)
+        assert sum(pin.count for pin in ledger.outstanding()) == output.nr_pages == fail_at
+        for pfn in output.pfns():
+            unpin_user_page(mem.page(pfn))
+        ledger.assert_balanced()
+
+
+def test_a_ledger_sees_what_an_output_releases_at_once(mem, mm):
+    class Streams(GupOutput):
+        def gup_output_pages(self, page, npages):
+            unpin_user_page_range_dirty_lock(page, npages, True)
+
+    addr, nr = layout(mm)
+    with PinLedger(mem) as ledger:
+        pin_user_pages_fast(mm, addr, nr, FOLL_WRITE, output=Streams())
+        assert ledger.outstanding() == []
         ledger.assert_balanced()

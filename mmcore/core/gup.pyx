@@ -6,7 +6,7 @@ Threads: any number at once on one MM, without the GIL; the fast walk takes no l
     reading.
 Kernel: the functions of these names in gup.c.
 """
-from libc.errno cimport EAGAIN, EFAULT, EINTR, ENOMEM, EOVERFLOW
+from libc.errno cimport EAGAIN, EBUSY, EFAULT, EINTR, ENOMEM, EOVERFLOW
 from libc.stdlib cimport free
 from libc.string cimport memset
 from mmcore.core.gup_args cimport flags_arg, gup_error, wrapper_t
@@ -17,13 +17,13 @@ from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t, pins_tell
 from mmcore.core.lock cimport raise_pending
 from mmcore.core.migrate cimport check_and_migrate
 from mmcore.core.mm cimport MM
-from mmcore.core.output cimport GupOutput, gup_output_t, leaf_count, leaf_pfn, output_arg, release_leaves
+from mmcore.core.output cimport GupOutput, gup_output_t, leaf_count, output_arg, release_leaves
 from mmcore.core.pagelist cimport PageList, PageRanges
 from mmcore.core.pgtable cimport task_size
 from mmcore.core.space cimport *
 from mmcore.core.walk cimport list_pins, range_pins
 
-from .errors import InvalidArgument
+from .errors import InvalidArgument, MMError
 
 __all__ = [
     "get_user_pages", "get_user_pages_fast", "get_user_pages_fast_only", "get_user_pages_remote", "get_user_pages_unlocked",
@@ -161,23 +161,32 @@ cdef object gup(const wrapper_t *wrapper, MM mm, object start, object nr_pages, 
     cdef gup_t w
     cdef int64_t result
     most = task_size(&p.pgd) >> p.m.page_shift
-    out = sink.begin(mm.mem, min(nr, most))
-    mm.enter()
-    with nogil:
-        result = gup_pages(&w, p, addr, nr, flags, wrapper.fast, by_page, out)
-    mm.leave()
-    if mm_unlikely(result == -EINTR):
-        sink.give_back(&mm.mem.m, pins)
-        raise_pending()
-    if mm_unlikely(result < 0):
-        raise gup_error(mm, &w, wrapper.name.decode())
-    taken = sink.finish(mm.mem, pins)
-    if mm_unlikely(pin_watchers) and pins:
-        tell_watchers(mm.mem, sink, taken)
-    return taken
+    if a64_fetch_or_acquire(&sink.in_use, 1):
+        raise MMError(EBUSY, f"{wrapper.name.decode()}(): another call has this {type(sink).__name__} as its output, and is not over: "
+                             "make one for each")
+    try:
+        # The Memory stays open until the sink is done: its methods may be Python code, and what they refuse goes back.
+        mm.enter()
+        try:
+            out = sink.begin(mm.mem, min(nr, most))
+            with nogil:
+                result = gup_pages(&w, p, addr, nr, flags, wrapper.fast, by_page, out)
+            if mm_unlikely(result == -EINTR):
+                sink.give_back(&mm.mem.m, pins)
+                raise_pending()
+            if mm_unlikely(result < 0):
+                raise gup_error(mm, &w, wrapper.name.decode())
+            taken = sink.finish(mm.mem, pins)
+            if mm_unlikely(pin_watchers) and pins:
+                tell_watchers(mm.mem, taken)
+            return taken
+        finally:
+            mm.leave()
+    finally:
+        a64_store_release(&sink.in_use, 0)
 
-cdef object tell_watchers(Memory mem, GupOutput sink, object taken):
-    """Name the folios that were pinned; a GupOutput still has its leaves, other outputs tell themselves."""
+cdef object tell_watchers(Memory mem, object taken):
+    """Name the folios that were pinned; outputs that are no lists tell themselves."""
     cdef mem_t *m = &mem.m
     cdef uint64_t i
     cdef pins_t pins
@@ -191,9 +200,6 @@ cdef object tell_watchers(Memory mem, GupOutput sink, object taken):
         ranges = taken
         for i in range(ranges.starts.n):
             range_pins(m, ranges.starts.p[i], ranges.count[i], &pins)
-    else:
-        for i in range(sink.leaves.n):
-            range_pins(m, leaf_pfn(sink.leaves.leaf[i]), leaf_count(sink.leaves.leaf[i]), &pins)
     pins_tell(mem, &pins, 1)
 
 cdef wrapper_t GET = wrapper_t("get_user_pages", FOLL_TOUCH, False)

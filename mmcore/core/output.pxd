@@ -50,6 +50,7 @@ cdef class GupOutput:
     """What Python and Cython code subclass. Python: override gup_output_single_page and gup_output_pages. Cython: override
     begin() to return a struct of your own, whose function is called without the GIL, and finish()."""
     cdef python_output_t leaves
+    cdef uint64_t in_use        # a call has it, from begin() to the end of finish()
 
     cdef gup_output_t *begin(self, Memory mem, uint64_t nr_pages) except NULL
     cdef object finish(self, Memory mem, bint pins)     # what the call returns; after the last take()

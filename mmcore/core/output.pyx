@@ -9,8 +9,10 @@ from libc.errno cimport ENOMEM
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy
 from mmcore.core.folio cimport FREED, free_folio, put_pins, put_refs
+from mmcore.core.hook cimport pin_watchers, pins_begin, pins_t, pins_tell
 from mmcore.core.pagelist cimport PageRanges, filling, new_pagelist, pagelist_fill, pagelist_view
 from mmcore.core.unpin cimport group_t, next_in_range
+from mmcore.core.walk cimport range_pins
 
 from .errors import InvalidArgument
 
@@ -213,7 +215,8 @@ cdef class GupOutput:
     each other, and gup_output_single_page(page) for leaves of one page; the latter calls the former if you do not. They run
     after the walk, in the order of the addresses. One that raises ends the call: what it was given, and what follows,
     is released, and the exception passes on; what came before stays acquired, and is yours. The call returns the object;
-    .nr_pages is how many pages it has received.
+    .nr_pages is how many pages it has received. One call at a time may have it: until that is over, another, also from
+    within its methods, is MMError(EBUSY).
     """
     def __dealloc__(self):
         free(self.leaves.leaf)
@@ -248,6 +251,9 @@ cdef class GupOutput:
         """Hand the leaves to the methods; release what they do not get to."""
         cdef uint64_t i, n = self.leaves.n, pfn, count
         cdef mem_t *m = &mem.m
+        # Before: a method may release what it is given.
+        if mm_unlikely(pin_watchers) and pins:
+            tell_leaves(mem, self.leaves.leaf, n, 1)
         for i in range(n):
             pfn = leaf_pfn(self.leaves.leaf[i])
             count = leaf_count(self.leaves.leaf[i])
@@ -260,9 +266,19 @@ cdef class GupOutput:
                 self.leaves.base.nr_pages = 0
                 for count in range(i):
                     self.leaves.base.nr_pages += leaf_count(self.leaves.leaf[count])
+                if mm_unlikely(pin_watchers) and pins:
+                    tell_leaves(mem, self.leaves.leaf + i, n - i, -1)
                 release_leaves(m, self.leaves.leaf + i, n - i, pins)
                 raise
         return self
+
+cdef object tell_leaves(Memory mem, const uint64_t *leaf, uint64_t n, int sign):
+    cdef pins_t pins
+    cdef uint64_t i
+    pins_begin(&pins)
+    for i in range(n):
+        range_pins(&mem.m, leaf_pfn(leaf[i]), leaf_count(leaf[i]), &pins)
+    pins_tell(mem, &pins, sign)
 
 # ---- which sink ---------------------------------------------------------------------------------------------------------
 cdef dict makers = {PageList: None, PageRanges: None}
