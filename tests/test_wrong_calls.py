@@ -1,4 +1,5 @@
 """Every public call with wrong arguments: a clear error, nothing changed, every law kept. Then 100,000 at random."""
+import contextlib
 import pickle
 import sys
 
@@ -328,3 +329,30 @@ def test_bad_page_can_be_pickled():
     error = BadPage("refcount underflow", "one put too many", pfn=9)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.law, again.pfn) == (str(error), error.law, error.pfn)
+
+
+# ---- numbers that are somebody's code ------------------------------------------------------------------------------------
+class Closes:
+    """A number that closes the Memory when it is looked at."""
+
+    def __init__(self, mem, value):
+        self.mem, self.value = mem, value
+
+    def __index__(self):
+        self.mem.close()
+        return self.value
+
+    def __bool__(self):
+        self.mem.close()
+        return True
+
+
+@pytest.mark.parametrize("name, index", [*positions(Count), ("unpin_user_page_range_dirty_lock", 2), ("unpin_user_folio_dirty_locked", 2),
+                                         ("folio_remaining_pages", 2)])
+@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
+def test_a_number_that_closes_the_memory(mem, folio, name, index, watched):
+    """Refused, or answered from what was known before; nothing looks at a mem_map that is gone."""
+    args = arguments(name, mem, folio)
+    args[index:index + 1] = [Closes(mem, args[index] if index < len(args) else 1)]
+    with mmc.PinLedger(mem) if watched else contextlib.nullcontext(), contextlib.suppress(*CLEAR):
+        call(name, args)

@@ -221,6 +221,7 @@ cdef void split_piece(mem_t *m, uint64_t pfn, unsigned order, uint64_t zone, uin
             a64_fetch_or_relaxed(&as_folio(head)._flags_1, ONE << PG_has_hwpoisoned)
 
 # ---- arguments and errors -------------------------------------------------------------------------------------------------------
+# Numbers are converted first, handles looked at last: __index__() of a caller's own may run anything, and close the Memory.
 cdef Memory folio_arg(object folio, uint64_t *pfn, bint live):
     cdef Memory mem
     cdef mem_t *m
@@ -344,8 +345,8 @@ def folio_put(folio):
 def folio_put_refs(folio, refs):
     """Drop several references; the last one frees the folio. Raises BadPage when that would break a law."""
     cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
     cdef uint64_t nr = count_arg(refs, "refs", 0, 0x7fffffff)
+    cdef Memory mem = folio_arg(folio, &pfn, False)
     if nr:
         drop(mem, pfn, nr, "folio_put_refs()")
 
@@ -366,16 +367,16 @@ def put_page(page):
 def folio_ref_freeze(folio, count):
     """Set the count to 0 when it is exactly `count`; tells whether it did. folio_ref_unfreeze() ends it."""
     cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
     cdef uint32_t expected = <uint32_t>count_arg(count, "count", 1, 0x7fffffff)
+    cdef Memory mem = folio_arg(folio, &pfn, False)
     return bool(a32_cas_acq_rel(&mem.m.map[pfn]._refcount, &expected, 0))
 
 
 def folio_ref_unfreeze(folio, count):
     """Give a frozen folio its count back. Raises BadPage when it is not frozen."""
     cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
     cdef uint64_t refs = count_arg(count, "count", 1, 0x7fffffff)
+    cdef Memory mem = folio_arg(folio, &pfn, False)
     cdef page_t *head = &mem.m.map[pfn]
     cdef region_t *r = region_of(&mem.m, pfn)
     cdef uint32_t zero = 0
@@ -412,9 +413,9 @@ def try_grab_folio(folio, refs, flags=FOLL.PIN):
     P2PDMA memory without FOLL_PCI_P2PDMA. The zero page is not pinned, and no error. Kernel: try_grab_folio().
     """
     cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
     cdef unsigned bits = <unsigned>count_arg(flags, "flags", 0, 0xffffffff)
     cdef uint64_t nr = count_arg(refs, "refs", 1, 0x7fffffff)
+    cdef Memory mem = folio_arg(folio, &pfn, False)
     cdef int error
     if bits & FOLL_GET and bits & FOLL_PIN:
         raise InvalidArgument("FOLL_GET and FOLL_PIN exclude each other")
@@ -428,8 +429,8 @@ def try_grab_folio(folio, refs, flags=FOLL.PIN):
 def folio_add_pins(folio, n):
     """Pin a folio that is pinned already n times more. Raises BadPage when it is not pinned, MMError(ENOMEM) on overflow."""
     cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
     cdef uint64_t nr = count_arg(n, "pins", 1, 0x7fffffff)
+    cdef Memory mem = folio_arg(folio, &pfn, False)
     cdef page_t *head = &mem.m.map[pfn]
     cdef int error
     if pfn == mem.m.zero_pfn:
@@ -459,9 +460,9 @@ def folio_split(folio, new_order=0):
     after; what was exclusive stays so. The lock, when it is held, stays on the first. Kernel counterpart: split_folio_to_order().
     """
     cdef uint64_t pfn
+    cdef unsigned wanted = <unsigned>count_arg(new_order, "new_order", 0, MAX_FOLIO_ORDER)
     cdef Memory mem = folio_arg(folio, &pfn, True)
     cdef unsigned order = folio_order_of(&mem.m.map[pfn])
-    cdef unsigned wanted = <unsigned>count_arg(new_order, "new_order", 0, MAX_FOLIO_ORDER)
     cdef int error
     mem.enter()
     with nogil:

@@ -170,10 +170,8 @@ def folio_remaining_pages(folio, page, max_pages=None):
     Proposed on the list in 2025 and not merged. Raises InvalidArgument when the page is not in the folio.
     """
     cdef uint64_t head, index
+    cdef uint64_t most = ~<uint64_t>0 if max_pages is None else count_arg(max_pages, "max_pages", 0, ~<uint64_t>0)
     cdef Memory mem = folio_and_index(folio, page, &head, &index)
-    cdef uint64_t most = ~<uint64_t>0
-    if max_pages is not None:
-        most = count_arg(max_pages, "max_pages", 0, ~<uint64_t>0)
     return remaining_pages(head, ONE << folio_order_of(&mem.m.map[head]), head + index, most)
 
 

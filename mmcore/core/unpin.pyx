@@ -106,6 +106,7 @@ cdef object release_pages_of(object pages, object npages, int gen, bint pins, bi
     n = total if npages is None else count_arg(npages, "npages", 0, total)
     if n == 0:
         return
+    mem.ptr()           # again: to convert npages may have run anything
     if sanity and mem.m.debug:
         if ranges is not None:
             plist = ranges.to_pagelist()
@@ -202,7 +203,7 @@ def compound_next(pages, i):
     at = count_arg(i, "index", 0, plist.n - 1)
     if plist.p[at] == 0:
         return None, 1
-    next_run(plist.mem.m.map, plist.p + at, plist.n - at, &g)
+    next_run(plist.mem.ptr().map, plist.p + at, plist.n - at, &g)
     return folio_handle(plist.mem, g.head), g.count
 
 
@@ -231,8 +232,9 @@ def _heads(PageList plist, uint64_t n):
 
 cdef Memory range_arg(object page, object npages, uint64_t *pfn, uint64_t *n):
     """A first Page and a number of pages that stay within the Memory."""
-    cdef Memory mem = page_arg(page, pfn)
+    cdef Memory mem
     n[0] = count_arg(npages, "npages", 0, ~<uint64_t>0)
+    mem = page_arg(page, pfn)
     if n[0] and not run_valid(&mem.m, pfn[0], pfn[0] + n[0] - 1):
         raise InvalidArgument(f"{n[0]} pages from PFN {pfn[0]:#x} leave this Memory, whose last page is "
                               f"{mem.m.nr_pages - 1:#x}" + (", or cross a hole between devices" if mem.m.nr_devices else ""),
@@ -248,7 +250,7 @@ def compound_range_next(page, npages, i):
     if n == 0:
         raise InvalidArgument("the range is empty")
     at = count_arg(i, "index", 0, n - 1)
-    next_in_range(mem.m.map, pfn + at, n - at, &g)
+    next_in_range(mem.ptr().map, pfn + at, n - at, &g)
     return folio_handle(mem, g.head), g.count
 
 
@@ -300,9 +302,9 @@ def put_compound_head(folio, refs, flags=FOLL_PIN):
     Raises BadPage when that would break a law.
     """
     cdef uint64_t pfn
-    cdef Memory mem = folio_arg(folio, &pfn, False)
     cdef uint64_t nr = count_arg(refs, "refs", 0, 0x7fffffff)
     cdef unsigned bits = <unsigned>count_arg(flags, "flags", 0, 0xffffffff)
+    cdef Memory mem = folio_arg(folio, &pfn, False)
     if bits & FOLL_GET and bits & FOLL_PIN or not bits & (FOLL_GET | FOLL_PIN):
         raise InvalidArgument("flags must have one of FOLL_GET and FOLL_PIN")
     if bits & FOLL_PIN:
@@ -348,8 +350,8 @@ def unpin_user_page_range_dirty_lock(page, npages, make_dirty):
     range that leaves the memory. Kernel: unpin_user_page_range_dirty_lock().
     """
     cdef uint64_t pfn, n, done = 0
-    cdef Memory mem = range_arg(page, npages, &pfn, &n)
     cdef bint dirty = bool(make_dirty), watched
+    cdef Memory mem = range_arg(page, npages, &pfn, &n)
     cdef batch_t b
     cdef pins_t taken
     if n == 0:
@@ -381,8 +383,9 @@ def unpin_user_page_range_dirty_lock(page, npages, make_dirty):
 def unpin_user_folio(folio, npages):
     """Drop npages pins of a folio. Raises BadPage when it has fewer. Kernel: unpin_user_folio()."""
     cdef uint64_t pfn
+    cdef uint64_t n = count_arg(npages, "npages", 0, 0x7fffffff)
     cdef Memory mem = folio_arg(folio, &pfn, False)
-    release_one(mem, pfn, count_arg(npages, "npages", 0, 0x7fffffff), False, "unpin_user_folio()")
+    release_one(mem, pfn, n, False, "unpin_user_folio()")
 
 
 def unpin_user_folio_dirty_locked(folio, npages, make_dirty):
@@ -391,8 +394,10 @@ def unpin_user_folio_dirty_locked(folio, npages, make_dirty):
     Proposed on the list in 2025 and not merged. Raises BadPage when it has fewer pins.
     """
     cdef uint64_t pfn
+    cdef uint64_t n = count_arg(npages, "npages", 0, 0x7fffffff)
+    cdef bint dirty = bool(make_dirty)
     cdef Memory mem = folio_arg(folio, &pfn, False)
-    release_one(mem, pfn, count_arg(npages, "npages", 0, 0x7fffffff), bool(make_dirty), "unpin_user_folio_dirty_locked()")
+    release_one(mem, pfn, n, dirty, "unpin_user_folio_dirty_locked()")
 
 
 def unpin_folio(folio):
