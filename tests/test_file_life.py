@@ -1,4 +1,5 @@
 """How long a file lives, and what it takes while it does."""
+import errno
 import gc
 import os
 
@@ -6,7 +7,7 @@ import pytest
 
 import mmcore as mmc
 from mm_support import PAGE
-from mmcore import File, MM, Memory
+from mmcore import File, MM, MMError, Memory
 from support import run
 
 SHARED = mmc.MAP_SHARED | mmc.MAP_ANONYMOUS
@@ -120,3 +121,21 @@ def resident():
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
     except OSError:
         return 0
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_write_that_fails_leaves_the_file_as_long_as_it_was(mem, kind, nth):
+    file = File(mem, 100, kind)
+    file.write(0, b"a" * 100)
+    with mem.inject("frame", nth), pytest.raises(MMError, match=f"offset {hex(nth * PAGE)} of the file") as caught:
+        file.write(90, b"b" * 4 * PAGE)
+    assert caught.value.errno == errno.ENOMEM
+    assert file.size == 100 and file.nr_cached == 1
+    file.truncate(5 * PAGE)
+    assert file.read(100, 5 * PAGE) == bytes(5 * PAGE - 100)
+
+
+def test_a_write_of_nothing_writes_nothing(mem):
+    file = File(mem, 0)
+    assert file.write(100, b"") == 0 and file.size == 0

@@ -182,17 +182,23 @@ cdef class File:
         """Write bytes at a byte offset, as write(2) does; tmpfs and ext4 files grow. Returns the number of bytes.
 
         Raises MMError: EINVAL for secretmem and pfnmap, EFBIG past the end of files that cannot grow, ENOMEM, EIO
-        (a broken page).
+        (a broken page); the file is as long as before then.
         """
         cdef file_t *f = self.ptr()
         cdef uint64_t at = count_arg(offset, "offset", 0, ONE << 62)        # the end does not wrap
         data = memoryview(data).cast("B")
-        if at + len(data) > f.size:
+        cdef uint64_t old = f.size, end = at + <uint64_t>len(data)
+        if end > old and end > at:
             if f.kind != FILE_TMPFS and f.kind != FILE_EXT4:
                 raise MMError(_errno.EFBIG, f"bytes {at:#x}..{at + len(data):#x} are beyond the end of the {self.kind} file "
                                             f"({f.size:#x}), which cannot grow")
-            self.truncate(at + len(data))
-        file_io(self, at, data, True)
+            self.truncate(end)
+        try:
+            file_io(self, at, data, True)
+        except BaseException:
+            if end > old and f.size == end:
+                self.truncate(old)
+            raise
         return len(data)
 
     def writeback(self):
@@ -402,12 +408,13 @@ cdef int file_io(File self, uint64_t at, object data, bint write) except -1:
             pthread_mutex_lock(&f.lock)
             error = io_page(f, at + done, <uint8_t *>&view[done], step, write)
             pthread_mutex_unlock(&f.lock)
-            done += step
+            if error == 0:
+                done += step
     self.mem.leave()
     if error == FAULT_SIGBUS:
         raise MMError(_errno.EIO, f"I/O at {at + done:#x}: {sigbus(f, at + done)}")
     if error == -EHWPOISON:
-        raise MMError(_errno.EIO, f"I/O at {at + done - step:#x}: the page in the cache is broken (hwpoison): truncate() the file "
+        raise MMError(_errno.EIO, f"I/O at {at + done:#x}: the page in the cache is broken (hwpoison): truncate() the file "
                                   "before it, or go around it")
     if error:
         raise MMError(-error, f"no free page for offset {at + done:#x} of the file: free memory, or make a larger Memory")
