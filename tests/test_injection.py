@@ -145,7 +145,7 @@ CASES = {
                                     lambda w, mm: thp(mm)), {"frame", "table", "alloc"}),
     "mremap, to before its own mapping": (space(lambda w, mm, addr: mm.mremap(addr + 5 * PAGE, PAGE, PAGE, addr - PAGE),
                                                 lambda w, mm: written(mm, 32 * PAGE)), {"alloc"}),
-    "mremap, grown in place": (space(lambda w, mm, addr: mm.mremap(addr, 16 * PAGE, 32 * PAGE), locked_half), {"alloc"}),
+    "mremap, grown in place": (space(lambda w, mm, addr: mm.mremap(addr, 16 * PAGE, 32 * PAGE), locked_half), {"alloc", "frame"}),
     "mremap of a file": (space(lambda w, mm, addr: mm.mremap(addr, 16 * PAGE, 16 * PAGE, addr - 64 * HUGE), shared_file()), {"alloc"}),
     "MADV_POPULATE_WRITE": (space(lambda w, mm, addr: mm.madvise(addr, 32 * PAGE, mmc.MADV_POPULATE_WRITE),
                                   lambda w, mm: mm.mmap(32 * PAGE)),

@@ -345,6 +345,20 @@ def test_what_is_locked_stays_locked_and_what_is_swapped_stays_swapped(mem, mm):
     assert mm.locked_vm == 0
 
 
+@pytest.mark.parametrize("how", ["in place", "moved", "away"])
+@pytest.mark.parametrize("prot", [mmc.PROT_READ | mmc.PROT_WRITE, mmc.PROT_READ, 0])
+def test_what_a_locked_mapping_grows_by_is_there(mem, mm, prot, how):
+    locked = mm.mmap(4 * PAGE, prot=prot, flags=mmc.MAP_PRIVATE | mmc.MAP_ANONYMOUS | mmc.MAP_LOCKED)
+    if how != "moved":
+        mm.munmap(locked + 2 * PAGE, 2 * PAGE)
+    old = 4 if how == "moved" else 2
+    to = mm.mremap(locked, old * PAGE, (old + 2) * PAGE, locked - 64 * HUGE if how == "away" else None)
+    assert (to == locked) == (how == "in place") or how == "moved"
+    assert all((word(mm, to + i * PAGE) & PRESENT != 0) == (prot != 0) for i in range(old + 2))
+    assert mm.locked_vm == old + 2
+    mm.munmap(to, (old + 2) * PAGE)
+
+
 def test_moves_that_cannot_be(mem, mm):
     a = mm.mmap(4 * PAGE)
     mm.munmap(a + 2 * PAGE, PAGE)

@@ -225,6 +225,10 @@ def test_too_many_mappings(mm):
     # What takes the place of another one is no mapping more.
     assert mm.mmap(PAGE, prot=7, flags=ANON | mmc.MAP_FIXED, addr=a + PAGE) == a + PAGE
     assert len(mm.vmas) == 65530
+    # Nor is what one grows by, where it is.
+    end = a + 65530 * 2 * PAGE
+    assert mm.mremap(end - PAGE, PAGE, 3 * PAGE) == end - PAGE
+    assert len(mm.vmas) == 65530 and mm.vmas[-1].end == end + 2 * PAGE
 
 
 def test_free_drops_what_is_swapped_out_and_leaves_what_others_map(mm):

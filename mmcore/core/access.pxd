@@ -6,5 +6,6 @@ cdef vma_t *access_vma(mm_t *mm, uint64_t addr, bint write) noexcept nogil  # NU
 cdef uint64_t access_stop(mm_t *mm, uint64_t start, uint64_t end, bint write) noexcept nogil    # where an access would end in SIGSEGV
 cdef int access_bytes(mm_t *mm, uint64_t *addr, uint8_t *data, uint64_t n, bint write) noexcept nogil
 cdef int touch_pages(mm_t *mm, uint64_t *addr, uint64_t end, bint write, uint64_t *faults) noexcept nogil
+cdef void populate(mm_t *mm, uint64_t start, uint64_t end, uint64_t vm_flags) noexcept nogil   # as far as it goes, without a word
 cdef void pagemap_words(mm_t *mm, uint64_t addr, uint64_t *words, uint64_t nr, bint privileged) noexcept nogil
 cdef uint64_t page_at_addr(mm_t *mm, uint64_t addr) noexcept nogil          # PFN of what is mapped there, or 0

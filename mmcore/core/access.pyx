@@ -105,6 +105,16 @@ cdef int touch_pages(mm_t *mm, uint64_t *addr, uint64_t end, bint write, uint64_
             return error
     return 0
 
+cdef void populate(mm_t *mm, uint64_t start, uint64_t end, uint64_t vm_flags) noexcept nogil:
+    """mm_populate() of what was just mapped with these flags. What cannot be brought in is left for faults, as in the kernel."""
+    cdef uint64_t faults = 0
+    cdef bint write = (vm_flags & (VM_WRITE | VM_SHARED)) == VM_WRITE
+    if vm_flags & VM_PFNMAP or not vm_flags & (VM_READ | VM_WRITE) or mmap_read_lock(mm) != 0:
+        return
+    if access_stop(mm, start, end, write) == end:
+        touch_pages(mm, &start, end, write, &faults)
+    mmap_unlock(mm)
+
 # ---- pagemap ----------------------------------------------------------------------------------------------------------------
 cdef uint64_t pagemap_word(mm_t *mm, const vma_t *v, uint64_t addr, bint privileged) noexcept nogil:
     cdef mem_t *m = mm.m

@@ -10,7 +10,7 @@ from libc.errno cimport EAGAIN, EFAULT, EINVAL, ENOMEM
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 cimport cython
-from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, touch_pages
+from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, populate, touch_pages
 from mmcore.core.fork cimport dup_mmap
 from mmcore.core.file cimport File
 from mmcore.core.filemap cimport file_mapped
@@ -267,7 +267,7 @@ cdef class MM:
         memory over RLIMIT_MEMLOCK). Nothing has moved then. Kernel: mremap(2), with MREMAP_MAYMOVE.
         """
         cdef mm_t *mm = self.ptr()
-        cdef uint64_t start, end, wanted_end, to = 0, new_size
+        cdef uint64_t start, end, wanted_end, to = 0, new_size, vm_flags = 0
         cdef bint fixed = new_addr is not None
         cdef int error
         range_arg(self.ptr(), old, old_len, "mremap()", &start, &end)
@@ -278,7 +278,9 @@ cdef class MM:
         if fixed and to < 0x10000:
             raise MMError(_errno.EPERM, f"mremap() to {to:#x}: below vm.mmap_min_addr (0x10000)", addr=to)
         v = self.find_vma(start)
-        if v is not None and v.flags & VM_LOCKED and new_size > end - start:
+        if v is not None:
+            vm_flags = int(v.flags)
+        if vm_flags & VM_LOCKED and new_size > end - start:
             check_mlock(self, MAP_LOCKED, (new_size - (end - start)) >> mm.m.page_shift)
         self.mem.enter()
         with nogil:
@@ -286,6 +288,8 @@ cdef class MM:
             if error == 0:
                 error = do_mremap(mm, start, end - start, new_size, &to, fixed)
                 mmap_unlock(mm)
+            if error == 0 and vm_flags & VM_LOCKED and new_size > end - start:
+                populate(mm, to + (end - start), to + new_size, vm_flags)
         self.mem.leave()
         forget_files(self, False)
         if error == -ESRCH:

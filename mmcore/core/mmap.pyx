@@ -1,7 +1,7 @@
 """mmap: arguments, placing, promises, raw PFNs."""
 from libc.errno cimport EEXIST, EINVAL, ENOMEM
 from libc.stdint cimport uint64_t
-from mmcore.core.access cimport access_stop, touch_pages
+from mmcore.core.access cimport populate
 from mmcore.core.buddy cimport pool_of, reserve_hugetlb
 from mmcore.core.file cimport File, new_file
 from mmcore.core.filemap cimport file_del_mm, file_look, file_pages
@@ -27,12 +27,12 @@ def do_mmap(MM self not None, size, uint64_t prot, uint64_t flags, file, uint64_
     """Map; see MM.mmap(), which converts the numbers."""
     cdef mm_t *mm = self.mm
     cdef mem_t *m = mm.m
-    cdef uint64_t page = ONE << m.page_shift, length, align, at = 0, pages, end, faults = 0, start
+    cdef uint64_t page = ONE << m.page_shift, length, align, at = 0, pages, end
     cdef vma_t v
     cdef unsigned order = 0
     cdef int error = 0, kind = flags & 3
     cdef file_t *f = NULL
-    cdef bint shared = kind == MAP_SHARED or kind == MAP_SHARED_VALIDATE, fixed, write
+    cdef bint shared = kind == MAP_SHARED or kind == MAP_SHARED_VALIDATE, fixed
     fixed = (flags & (MAP_FIXED | MAP_FIXED_NOREPLACE)) != 0
     if size == 0:
         raise InvalidArgument("mmap() of length 0")
@@ -113,14 +113,8 @@ def do_mmap(MM self not None, size, uint64_t prot, uint64_t flags, file, uint64_
                 mmap_unlock(mm)
             at = v.start
             end = v.end
-            if error == 0 and (flags & MAP_POPULATE or v.flags & VM_LOCKED) and not v.flags & VM_PFNMAP:
-                # What cannot be populated is left for faults, as in the kernel.
-                start = at
-                if mmap_read_lock(mm) == 0:
-                    write = (v.flags & (VM_WRITE | VM_SHARED)) == VM_WRITE
-                    if v.flags & (VM_READ | VM_WRITE) and access_stop(mm, start, end, write) == end:
-                        touch_pages(mm, &start, end, write, &faults)
-                    mmap_unlock(mm)
+            if error == 0 and (flags & MAP_POPULATE or v.flags & VM_LOCKED):
+                populate(mm, at, end, v.flags)
     finally:
         a32_fetch_sub_acq_rel(&self.keeping, 1)
         self.mem.leave()

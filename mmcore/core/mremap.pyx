@@ -1,7 +1,7 @@
 """mremap."""
 from libc.errno cimport EFAULT, EINVAL, ENOMEM
 from mmcore.core.pgtable cimport *
-from mmcore.core.vma cimport do_munmap, find_area, vma_find, vma_granule, vma_insert, vma_isolate, vma_lookup, vma_merge
+from mmcore.core.vma cimport do_munmap, find_area, vma_find, vma_granule, vma_insert, vma_isolate, vma_lookup, vma_merge, vma_put, vma_ready
 from mmcore.core.zap cimport split_leaf
 
 cdef int prepare(mm_t *mm, vma_t *v, uint64_t start, uint64_t end, uint64_t delta) noexcept nogil:
@@ -135,7 +135,10 @@ cdef int do_mremap(mm_t *mm, uint64_t old, uint64_t old_len, uint64_t new_len, u
         more.end = old + new_len
         more.pgoff = v.pgoff + ((v.end - v.start) >> mm.m.page_shift)
         more.has_anon = 0
-        error = vma_insert(mm, &more)
+        # It is merged at once, so that there are no more of them.
+        error = vma_ready(mm, &more)
+        if error == 0:
+            vma_put(mm, &more)
         if error == 0 and more.flags & VM_LOCKED:
             a64_fetch_add_relaxed(&mm.locked_vm, (new_len - old_len) >> mm.m.page_shift)
         return error
