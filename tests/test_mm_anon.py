@@ -359,6 +359,25 @@ def test_what_a_locked_mapping_grows_by_is_there(mem, mm, prot, how):
     mm.munmap(to, (old + 2) * PAGE)
 
 
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("pages", [10, 8, 5])
+def test_what_shrinks_may_be_several_mappings(mem, mm, pages, moved):
+    """Seen on 6.18: |rw 4|r- 4|  2|rw 4|. What goes is unmapped, whatever is there; only what moves must be one mapping."""
+    a = mm.mmap(14 * PAGE)
+    mm.write(a, b"stays")
+    mm.mprotect(a + 4 * PAGE, 4 * PAGE, mmc.PROT_READ)
+    mm.munmap(a + 8 * PAGE, 2 * PAGE)
+    to = a - 64 * HUGE if moved else None
+    if moved:
+        with refused(mem, MMError, errno=errno.EFAULT):
+            mm.mremap(a, 14 * PAGE, pages * PAGE, to)
+        pages = 3
+    b = mm.mremap(a, 14 * PAGE, pages * PAGE, to)
+    assert b == (to or a) and mm.read(b, 5) == b"stays"
+    assert sum(v.end - v.start for v in mm.vmas) == min(pages, 8) * PAGE
+    assert mm.mremap(b, 14 * PAGE, 14 * PAGE) == b, "nothing to do"
+
+
 def test_moves_that_cannot_be(mem, mm):
     a = mm.mmap(4 * PAGE)
     mm.munmap(a + 2 * PAGE, PAGE)

@@ -262,9 +262,9 @@ cdef class MM:
 
         With new_addr it goes exactly there, and what is mapped there goes. Returns the address.
 
-        Raises MMError: EFAULT (the old range is not all one mapping, or of a kind that cannot grow), EINVAL (misaligned,
-        new_len 0, old and new overlap; hugetlb: not at its page size, or growing), ENOMEM (no room or no tables), EAGAIN (locked
-        memory over RLIMIT_MEMLOCK). Nothing has moved then. Kernel: mremap(2), with MREMAP_MAYMOVE.
+        Raises MMError: EFAULT (nothing is mapped at old; what moves or grows is not all one mapping, or of a kind that cannot
+        grow), EINVAL (misaligned, new_len 0, old and new overlap; hugetlb: not at its page size, or growing), ENOMEM (no room or no
+        tables), EAGAIN (locked memory over RLIMIT_MEMLOCK). Nothing has moved then. Kernel: mremap(2), with MREMAP_MAYMOVE.
         """
         cdef mm_t *mm = self.ptr()
         cdef uint64_t start, end, wanted_end, to = 0, new_size, vm_flags = 0

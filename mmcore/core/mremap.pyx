@@ -109,7 +109,11 @@ cdef int do_mremap(mm_t *mm, uint64_t old, uint64_t old_len, uint64_t new_len, u
         new_len = (new_len + whole) & ~whole
         if old & whole or (fixed and new[0] & whole) or new_len > old_len:
             return -EINVAL
-    if old + old_len > v.end:
+    if not fixed and new_len <= old_len:
+        # Just an unmapping, of whatever is mapped there.
+        new[0] = old
+        return do_munmap(mm, old + new_len, old + old_len) if new_len < old_len else 0
+    if old + min(old_len, new_len) > v.end:
         return -EFAULT
     if v.file != NULL and v.file.kind == FILE_DEVDAX and old & (vma_granule(mm, v) - 1):
         return -EINVAL
@@ -124,8 +128,6 @@ cdef int do_mremap(mm_t *mm, uint64_t old, uint64_t old_len, uint64_t new_len, u
             old_len = new_len
         return error if error else move_vma(mm, old, old_len, new_len, new[0])
     new[0] = old
-    if new_len <= old_len:
-        return do_munmap(mm, old + new_len, old + old_len) if new_len < old_len else 0
     # Grow where it is, when it ends where its VMA ends and there is room behind.
     i = vma_find(mm, old)
     if old + old_len == v.end and (i + 1 == mm.nr_vmas or mm.vma[i + 1].start >= old + new_len) \

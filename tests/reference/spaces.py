@@ -137,11 +137,12 @@ class Space:
             raise Refused(errno.ENOMEM)
 
     def mremap(self, old, new):
-        if not self.one_run(old):
+        stays = old[:len(new)]
+        if not self.one_run(stays):
             raise Refused(errno.EFAULT)
         if set(old) & set(new):
             raise Refused(errno.EINVAL)
-        moved = [(self.area[page], self.content.get(page), page in self.populated, page in self.touched) for page in old]
+        moved = [(self.area[page], self.content.get(page), page in self.populated, page in self.touched) for page in stays]
         self.drop(new)
         self.drop(old)
         last = moved[-1][0] if len(moved) < len(new) else None
