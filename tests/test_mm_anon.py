@@ -382,7 +382,8 @@ def test_moves_that_cannot_be(mem, mm):
     a = mm.mmap(4 * PAGE)
     mm.munmap(a + 2 * PAGE, PAGE)
     for args, number in (((0x10000, PAGE, 2 * PAGE), errno.EFAULT), ((a, 4 * PAGE, 8 * PAGE), errno.EFAULT),
-                         ((a, 2 * PAGE, 2 * PAGE, a + PAGE), errno.EINVAL)):
+                         ((a, 2 * PAGE, 2 * PAGE, a + PAGE), errno.EINVAL),
+                         ((a, 4 * PAGE, 4 * PAGE, a + 3 * PAGE), errno.EINVAL), ((a + 2 * PAGE, PAGE, PAGE, a + 2 * PAGE), errno.EINVAL)):
         with refused(mem, (MMError, InvalidArgument), errno=number):
             mm.mremap(*args)
     assert [(vma.start, vma.end) for vma in mm.vmas] == [(a, a + 2 * PAGE), (a + 3 * PAGE, a + 4 * PAGE)]

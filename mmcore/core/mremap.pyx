@@ -100,6 +100,8 @@ cdef int do_mremap(mm_t *mm, uint64_t old, uint64_t old_len, uint64_t new_len, u
     cdef vma_t more
     cdef uint64_t i, to, whole
     cdef int error
+    if fixed and new[0] < old + old_len and old < new[0] + new_len:
+        return -EINVAL
     if v == NULL:
         return -EFAULT
     if v.flags & VM_HUGETLB:
@@ -120,6 +122,7 @@ cdef int do_mremap(mm_t *mm, uint64_t old, uint64_t old_len, uint64_t new_len, u
     if new_len > old_len and v.flags & (VM_DONTEXPAND | VM_PFNMAP):
         return -EFAULT
     if fixed:
+        # Again, by the lengths of huge pages.
         if new[0] < old + old_len and old < new[0] + new_len:
             return -EINVAL
         error = do_munmap(mm, new[0], new[0] + new_len)

@@ -138,10 +138,10 @@ class Space:
 
     def mremap(self, old, new):
         stays = old[:len(new)]
-        if not self.one_run(stays):
-            raise Refused(errno.EFAULT)
         if set(old) & set(new):
             raise Refused(errno.EINVAL)
+        if not self.one_run(stays):
+            raise Refused(errno.EFAULT)
         moved = [(self.area[page], self.content.get(page), page in self.populated, page in self.touched) for page in stays]
         self.drop(new)
         self.drop(old)
