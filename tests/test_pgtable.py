@@ -124,7 +124,7 @@ def test_mremap_moves_tables_and_leaves():
 
 @pytest.mark.parametrize("args, number", [
     (lambda a: (a + 1, PAGE, PAGE), errno.EINVAL), (lambda a: (a, PAGE, 0), errno.EINVAL), (lambda a: (a, 0, PAGE), errno.EINVAL),
-    (lambda a: (a, 9 * PAGE, PAGE), errno.EFAULT), (lambda a: (a - (1 << 32), PAGE, PAGE), errno.EFAULT),
+    (lambda a: (a, 9 * PAGE, 10 * PAGE), errno.EFAULT), (lambda a: (a - (1 << 32), PAGE, PAGE), errno.EFAULT),
     (lambda a: (a, 2 * PAGE, 2 * PAGE, a + PAGE), errno.EINVAL), (lambda a: (a, PAGE, PAGE, a + 5), errno.EINVAL),
     (lambda a: (a, PAGE, PAGE, PAGE), errno.EPERM), (lambda a: (a, PAGE, PAGE, (1 << 47) - PAGE), errno.EINVAL),
     (lambda a: (a, PAGE, 1 << 47), errno.EINVAL), (lambda a: (a, 8 * PAGE, (1 << 47) - 2 * PAGE), errno.ENOMEM)])
