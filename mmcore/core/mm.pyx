@@ -6,7 +6,6 @@ Threads: any number at once: mmap_lock for reading in faults, for writing in wha
     table.
 Kernel: struct mm_struct, vm_area_struct, and the system calls of these names.
 """
-from libc.errno cimport EAGAIN, EFAULT, EINVAL, ENOMEM
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 cimport cython
@@ -294,15 +293,8 @@ cdef class MM:
         forget_files(self, False)
         if error == -ESRCH:
             self.ptr()
-        if error == -EFAULT:
-            raise MMError(_errno.EFAULT, f"mremap(): {start:#x}-{end:#x} is not inside one mapping, or is of a kind that cannot "
-                                         "grow", addr=start)
-        if error == -EINVAL:
-            raise InvalidArgument(f"mremap() of {start:#x}-{end:#x} to {new_size:#x} bytes: old and new overlap, or it cuts a huge "
-                                  "page of hugetlb or of a device, or it would make a hugetlb mapping longer", addr=start)
         if error:
-            raise MMError(-error, f"mremap() of {start:#x}-{end:#x} to {new_size:#x} bytes: no room in the address space, or no "
-                                  "frames for page tables", addr=start)
+            raise mremap_error(error, start, end, new_size)
         return to
 
     def madvise(self, addr, length, advice):
@@ -316,9 +308,8 @@ cdef class MM:
         that somebody holds or pins). .addr says where. Kernel: madvise(2).
         """
         cdef mm_t *mm = self.ptr()
-        cdef uint64_t start, end, at = 0, hole
+        cdef uint64_t start, end, at = 0
         cdef int error, what
-        cdef seen_t seen
         range_arg(self.ptr(), addr, length, "madvise()", &start, &end)
         advice = int(count_arg(advice, "advice", 0, 0x7fffffff))
         if advice not in _ADVICE:
@@ -334,27 +325,7 @@ cdef class MM:
         if error == 0:
             return
         self.ptr()
-        if error == -EINVAL:
-            raise InvalidArgument(f"madvise({name}) at {at:#x}: the mapping there does not take this advice (its flags, alignment "
-                                  "or protection), or nothing there can be collapsed", addr=at)
-        with nogil:
-            vma_see(mm, at, &seen)
-            hole = hole_seen(mm, start, end)
-        if error == -ENOMEM and at == start and seen.nr_vmas + 2 > MAX_MAP_COUNT and what in (
-                MADV_DONTFORK, MADV_DOFORK, MADV_HUGEPAGE, MADV_NOHUGEPAGE):
-            raise MMError(_errno.ENOMEM, f"madvise({name}) of {start:#x}-{end:#x}: it makes up to 2 mappings more, and there are "
-                                         f"{seen.nr_vmas} of at most {MAX_MAP_COUNT}: give neighbours the same advice, or unmap some. "
-                                         "Nothing was changed", addr=at)
-        if error == -ENOMEM and hole < end:
-            raise MMError(_errno.ENOMEM, f"madvise({name}): nothing is mapped at {hole:#x}", addr=at)
-        if error == -EAGAIN:
-            raise MMError(_errno.EAGAIN, f"madvise({name}) at {at:#x}: a page is pinned, or somebody else holds a reference",
-                          addr=at)
-        if error == -EFAULT:
-            raise access_error(self.mem, mm, FAULT_SIGBUS, at, what == MADV_POPULATE_WRITE, f"madvise({name})")
-        if error == -EHWPOISON:
-            raise MMError(EHWPOISON, f"madvise({name}) at {at:#x}: the page there is broken (hwpoison)", addr=at)
-        raise MMError(-error, f"madvise({name}) at {at:#x}: no frame for a page or a table", addr=at)
+        raise madvise_error(self.mem, mm, error, name, what, start, end, at)
 
     def fork(self):
         """Return a copy of the address space that shares its pages until one side writes; pinned pages are copied at once.

@@ -26,3 +26,5 @@ cdef int range_arg(const mm_t *mm, object addr, object length, str call, uint64_
 cdef object no_frames(Memory mem, str what)                                         # an MMError(ENOMEM)
 cdef object access_error(Memory mem, mm_t *mm, int error, uint64_t addr, bint write, str call)    # -ENOMEM, FAULT_*
 cdef object shape_error(mm_t *mm, int error, str call, uint64_t start, uint64_t end)  # of munmap(), mprotect()
+cdef object mremap_error(int error, uint64_t start, uint64_t end, uint64_t new_size)
+cdef object madvise_error(Memory mem, mm_t *mm, int error, str name, int what, uint64_t start, uint64_t end, uint64_t at)

@@ -1,5 +1,5 @@
 """Arguments and errors of the calls on an address space."""
-from libc.errno cimport EINVAL, ENOMEM
+from libc.errno cimport EAGAIN, EFAULT, EINVAL, ENOMEM
 from libc.stdlib cimport malloc
 from libc.string cimport memset
 from mmcore.core.fault cimport EHWPOISON
@@ -129,3 +129,37 @@ cdef object shape_error(mm_t *mm, int error, str call, uint64_t start, uint64_t 
         return MMError(_errno.ENOMEM, f"{call}: no frame for the page table that splitting a huge page takes, or more than "
                                       f"{MAX_MAP_COUNT} mappings", addr=start)
     return MMError(-error, f"{call} of {start:#x}-{end:#x}", addr=start)
+
+cdef object mremap_error(int error, uint64_t start, uint64_t end, uint64_t new_size):
+    if error == -EFAULT:
+        return MMError(_errno.EFAULT, f"mremap(): {start:#x}-{end:#x} is not inside one mapping, or is of a kind that cannot grow",
+                       addr=start)
+    if error == -EINVAL:
+        return InvalidArgument(f"mremap() of {start:#x}-{end:#x} to {new_size:#x} bytes: old and new overlap, or it cuts a huge page "
+                               "of hugetlb or of a device, or it would make a hugetlb mapping longer", addr=start)
+    return MMError(-error, f"mremap() of {start:#x}-{end:#x} to {new_size:#x} bytes: no room in the address space, or no frames for "
+                           "page tables", addr=start)
+
+cdef object madvise_error(Memory mem, mm_t *mm, int error, str name, int what, uint64_t start, uint64_t end, uint64_t at):
+    cdef seen_t seen
+    cdef uint64_t hole
+    if error == -EINVAL:
+        return InvalidArgument(f"madvise({name}) at {at:#x}: the mapping there does not take this advice (its flags, alignment "
+                               "or protection), or nothing there can be collapsed", addr=at)
+    with nogil:
+        vma_see(mm, at, &seen)
+        hole = hole_seen(mm, start, end)
+    if error == -ENOMEM and at == start and seen.nr_vmas + 2 > MAX_MAP_COUNT and what in (
+            MADV_DONTFORK, MADV_DOFORK, MADV_HUGEPAGE, MADV_NOHUGEPAGE):
+        return MMError(_errno.ENOMEM, f"madvise({name}) of {start:#x}-{end:#x}: it makes up to 2 mappings more, and there are "
+                                      f"{seen.nr_vmas} of at most {MAX_MAP_COUNT}: give neighbours the same advice, or unmap some. "
+                                      "Nothing was changed", addr=at)
+    if error == -ENOMEM and hole < end:
+        return MMError(_errno.ENOMEM, f"madvise({name}): nothing is mapped at {hole:#x}", addr=at)
+    if error == -EAGAIN:
+        return MMError(_errno.EAGAIN, f"madvise({name}) at {at:#x}: a page is pinned, or somebody else holds a reference", addr=at)
+    if error == -EFAULT:
+        return access_error(mem, mm, FAULT_SIGBUS, at, what == MADV_POPULATE_WRITE, f"madvise({name})")
+    if error == -EHWPOISON:
+        return MMError(EHWPOISON, f"madvise({name}) at {at:#x}: the page there is broken (hwpoison)", addr=at)
+    return MMError(-error, f"madvise({name}) at {at:#x}: no frame for a page or a table", addr=at)
