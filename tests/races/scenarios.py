@@ -6,7 +6,7 @@ comment names. Lines show one interleaving, top to bottom.
 import errno
 
 import mmcore as mmc
-from mmcore import FOLL_LONGTERM, FOLL_WRITE, MM, Memory, MMError
+from mmcore import BadPage, FOLL_LONGTERM, FOLL_WRITE, MM, Memory, MMError
 
 PAGE, HUGE = 4096, 2 << 20
 
@@ -414,6 +414,46 @@ class ForkAgainstMmapOfFile(Spaces):
         self.over()
 
 
+class ViewAgainstTable(Spaces):
+    """
+        viewer   page_address, and a view from behind one that was released: each can write, and then no table is made of the
+                 frame, or is refused
+        mover    mremap onto the page: unmaps it, which frees the lowest frame there is; then makes a table
+    """
+    def build(self):
+        lowest = mmc.alloc_page(self.mem)
+        super().build()
+        self.at, self.views = self.addr - (1 << 31), []
+        self.mm.touch(self.mm.mmap(2 * PAGE, addr=self.at) + PAGE, PAGE)        # the tables are there
+        mmc.put_page(lowest)
+        self.mm.touch(self.at, PAGE)
+        self.page = self.mm.page_at(self.at)
+        assert self.page == lowest
+        self.mm.munmap(self.at + PAGE, PAGE)
+
+    def actors(self):
+        with mmc.page_address(self.page) as first:
+            behind = first.obj
+
+        def look():
+            for view in (lambda: mmc.page_address(self.page), lambda: memoryview(behind)):
+                try:
+                    self.views.append(view())
+                except (BadPage, BufferError):
+                    pass
+
+        def move():
+            self.mm.mremap(self.addr, PAGE, PAGE, self.at)
+        return [look, move]
+
+    def end(self):
+        table = int(self.mem.pages["page_type"][self.page.pfn]) >> 24 == 0xf2
+        assert not table or all(view.readonly for view in self.views), "a view can write a page table"
+        for view in self.views:
+            view.release()
+        super().end()
+
+
 # class, preemptions, interleavings at most
 SCENARIOS = [
     (GrabAgainstLastPut, 4, 4000), (GrabSmallAgainstLastPut, 4, 4000), (GrabAgainstSplit, 3, 3000), (UnpinAgainstFree, 4, 4000),
@@ -423,10 +463,10 @@ SCENARIOS = [
     (MunmapAgainstLongterm, 2, 3000), (MunmapAgainstFastPin, 2, 3000),
     (LongtermAgainstLongterm, 2, 3000), (ExitAgainstMmap, 2, 1500), (ExitAgainstTouch, 2, 1500),
     (ExitAgainstFork, 2, 1500), (ExitAgainstMadvise, 2, 1500),
-    (ForkAgainstMmapOfFile, 2, 1500),
+    (ForkAgainstMmapOfFile, 2, 1500), (ViewAgainstTable, 3, 1500),
 ]
 # a fault planted into the build, a scenario that must find it, and the preemptions that it takes: 1 compare-and-swap does not
 # compare; 2 the fast walk does not look whether a fork began; 3 why a last reference must stay is looked at twice, and not
-# with the count frozen; 4 fork does not look whether it kept all files
+# with the count frozen; 4 fork does not look whether it kept all files; 5 a new view does not look whether its frame is a table
 PLANTED = [(1, UnpinAgainstFree, 2), (1, UnpinsAgainstFree, 2), (2, ForkAgainstFastPin, 2), (3, UnpinAgainstPassingPin, 3),
-           (3, PutAgainstPassingPin, 3), (3, PutAgainstPassingLock, 3), (4, ForkAgainstMmapOfFile, 2)]
+           (3, PutAgainstPassingPin, 3), (3, PutAgainstPassingLock, 3), (4, ForkAgainstMmapOfFile, 2), (5, ViewAgainstTable, 2)]
