@@ -7,8 +7,8 @@ import pytest
 
 import mmcore as mmc
 from mm_support import PAGE
-from mmcore import File, MM, MMError, Memory
-from support import run
+from mmcore import File, InvalidArgument, MM, MMError, Memory
+from support import refused, run
 
 SHARED = mmc.MAP_SHARED | mmc.MAP_ANONYMOUS
 
@@ -139,3 +139,13 @@ def test_a_write_that_fails_leaves_the_file_as_long_as_it_was(mem, kind, nth):
 def test_a_write_of_nothing_writes_nothing(mem):
     file = File(mem, 0)
     assert file.write(100, b"") == 0 and file.size == 0
+
+
+@pytest.mark.parametrize("kind", ["secretmem", "pfnmap"])
+@pytest.mark.parametrize("at", [0, PAGE, 1 << 40])
+def test_what_cannot_be_read_or_written_says_so_wherever(kind, at):
+    with Memory("16M") as mem:
+        file = File(mem, PAGE, kind)
+        for call in (lambda: file.read(at, 1), lambda: file.read(at, 0), lambda: file.write(at, b"x"), lambda: file.write(at, b"")):
+            with refused(mem, InvalidArgument, match="cannot be read or written by"):
+                call()

@@ -166,11 +166,12 @@ cdef class File:
     def read(self, offset, n):
         """Read n bytes from a byte offset, as read(2) does: shorter at the end of the file. Returns bytes.
 
-        secretmem and pfnmap cannot be read (MMError(EINVAL)). Raises MMError(ENOMEM) when a page cannot be brought in,
+        secretmem, pfnmap and devdax cannot be read (MMError(EINVAL)). Raises MMError(ENOMEM) when a page cannot be brought in,
         MMError(EIO) when one is broken.
         """
         cdef file_t *f = self.ptr()
         cdef uint64_t at = count_arg(offset, "offset", 0, ~<uint64_t>0), left = count_arg(n, "n", 0, ~<uint64_t>0)
+        takes_io(self)
         if at >= f.size:
             return b""
         left = min(left, f.size - at)
@@ -181,11 +182,12 @@ cdef class File:
     def write(self, offset, data):
         """Write bytes at a byte offset, as write(2) does; tmpfs and ext4 files grow. Returns the number of bytes.
 
-        Raises MMError: EINVAL for secretmem and pfnmap, EFBIG past the end of files that cannot grow, ENOMEM, EIO
+        Raises MMError: EINVAL for secretmem, pfnmap and devdax, EFBIG past the end of files that cannot grow, ENOMEM, EIO
         (a broken page); the file is as long as before then.
         """
         cdef file_t *f = self.ptr()
         cdef uint64_t at = count_arg(offset, "offset", 0, ONE << 62)        # the end does not wrap
+        takes_io(self)
         data = memoryview(data).cast("B")
         cdef uint64_t old = f.size, end = at + <uint64_t>len(data)
         if end > old and end > at:
@@ -391,13 +393,16 @@ cdef int io_page(file_t *f, uint64_t at, uint8_t *data, uint64_t n, bint write) 
         memset(data, 0, n)
     return 0
 
+cdef int takes_io(File self) except -1:
+    if self.f.kind == FILE_SECRETMEM or self.f.kind == FILE_PFNMAP or self.f.kind == FILE_DEVDAX:
+        raise InvalidArgument(f"a {self.kind} file cannot be read or written by read(2) and write(2): map it")
+    return 0
+
 cdef int file_io(File self, uint64_t at, object data, bint write) except -1:
     cdef file_t *f = self.f
     cdef const uint8_t[::1] view
     cdef uint64_t n = len(data), done = 0, step, page = ONE << f.m.page_shift
     cdef int error = 0
-    if f.kind == FILE_SECRETMEM or f.kind == FILE_PFNMAP or f.kind == FILE_DEVDAX:
-        raise InvalidArgument(f"a {self.kind} file cannot be read or written by read(2) and write(2): map it")
     if n == 0:
         return 0
     view = data
