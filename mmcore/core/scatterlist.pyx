@@ -23,6 +23,7 @@ __all__ = ["SGTable", "SGAppendTable", "SGEntry", "SG_DTYPE"]
 
 cdef extern from "Python.h":
     void PyObject_GC_UnTrack(void *o)
+    Py_ssize_t Py_REFCNT(object o)
 
 SG_DTYPE = np.dtype({"names": ["pfn", "offset", "length", "dma_address", "dma_length"],
                      "formats": ["<u8", "<u4", "<u4", "<u8", "<u4"], "offsets": [0, 8, 12, 16, 24], "itemsize": 32})
@@ -216,9 +217,13 @@ cdef class SGTable:
         self.mem = mem
 
     def __dealloc__(self):
-        if self.chained is not None:
-            for other in self.chained:
-                (<SGTable>other).nr_users -= 1
+        cdef SGTable behind
+        cdef list chain = self.chained
+        # A loop again: each table may have the last reference of the one behind it, and would go from within its own end.
+        while chain:
+            behind = chain.pop()
+            behind.nr_users -= 1
+            chain = behind.chained if Py_REFCNT(behind) == 1 else None
         table_free(&self.t)
 
     cdef mem_t *read(self) except NULL:
