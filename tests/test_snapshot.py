@@ -192,16 +192,30 @@ def test_files_are_archives(tmp_path):
     assert zipfile.is_zipfile(tmp_path / "m.npz")
 
 
+def rewritten(path, change):
+    """Save a Memory with its description changed."""
+    Memory("64M", movable="16M", hugetlb={"2M": 2}).save(path)
+    with np.load(path) as file:
+        arrays = dict(file)
+    meta = json.loads(arrays["meta"].tobytes())
+    change(meta)
+    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    np.savez(path, **arrays)
+
+
 @pytest.mark.parametrize("key, value", [("frontiers", []), ("frontiers", [9]), ("frontiers", None), ("pools", []), ("pools", [[1]]),
                                         ("stats", {}), ("frontiers", {}), ("pools", 7), ("huge_zero_pfn", "x")])
 def test_lists_of_a_damaged_file_may_be_short(tmp_path, key, value):
-    mem = Memory("64M", movable="16M", hugetlb={"2M": 2})
-    mem.save(tmp_path / "m.npz")
-    with np.load(tmp_path / "m.npz") as file:
-        arrays = dict(file)
-    meta = json.loads(arrays["meta"].tobytes())
-    meta[key] = value
-    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    np.savez(tmp_path / "m.npz", **arrays)
+    rewritten(tmp_path / "m.npz", lambda meta: meta.update({key: value}))
+    with pytest.raises(mmc.InvalidArgument, match="no saved Memory, or is damaged"):
+        Memory.load(tmp_path / "m.npz")
+
+
+@pytest.mark.parametrize("change", [
+    lambda config: config.update(mov2ble=config.pop("movable")), lambda config: config.pop("size"), lambda config: config.update(size=None),
+    lambda config: config.update(size=-1), lambda config: config.update(page_size=3), lambda config: config.update(thp=7),
+    lambda config: config.update(movable=[1]), lambda config: config.update(mthp=[99]), lambda config: config.update(self=1)])
+def test_settings_that_no_memory_has(tmp_path, change):
+    rewritten(tmp_path / "m.npz", lambda meta: change(meta["config"]))
     with pytest.raises(mmc.InvalidArgument, match="no saved Memory, or is damaged"):
         Memory.load(tmp_path / "m.npz")

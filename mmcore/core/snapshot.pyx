@@ -121,8 +121,10 @@ def _read(path):
 def load(path):
     """Return the Memory that save() wrote; every law is checked before it is handed out."""
     arrays, meta, config = _read(path)
-    size = config.pop("size")
-    mem = Memory(size, **config)
+    try:
+        mem = Memory(**config)
+    except (ValueError, TypeError, AttributeError, OverflowError) as e:     # what save() writes makes one
+        raise _foreign(path, f"{type(e).__name__}: {e}") from None
     try:
         try:
             fill(mem, arrays, meta)
