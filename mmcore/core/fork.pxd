@@ -17,4 +17,4 @@ Laws
 from libc.stdint cimport uint64_t
 from mmcore.core.space cimport *
 
-cdef int dup_mmap(mm_t *child, mm_t *mm) noexcept nogil     # 0, -ENOMEM; the child is empty then
+cdef int fork_mm(mm_t *child, mm_t *mm) noexcept nogil      # 0; -ENOMEM, -EHWPOISON: the child has exited; -ESRCH

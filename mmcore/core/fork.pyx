@@ -7,6 +7,7 @@ from mmcore.core.hugetlb cimport hugetlb_copy
 from mmcore.core.pgtable cimport *
 from mmcore.core.rmap cimport *
 from mmcore.core.swap cimport swap_dup
+from mmcore.core.vma cimport mm_exit
 from mmcore.core.zap cimport split_leaf
 
 cdef enum:
@@ -235,4 +236,21 @@ cdef int dup_mmap(mm_t *child, mm_t *mm) noexcept nogil:
     child.rss_file += k.file
     child.rss_shmem += k.shmem
     child.swapped += k.swapped
+    return error
+
+cdef int fork_mm(mm_t *child, mm_t *mm) noexcept nogil:
+    cdef family_t *family
+    cdef int error = mmap_write_lock(mm)
+    if error:
+        return error
+    # Whoever comes from a page waits until all that maps it can be found.
+    family = mm.family
+    pthread_mutex_lock(&family.lock)
+    error = dup_mmap(child, mm)
+    if error == 0:
+        family_join_locked(child, family)
+    pthread_mutex_unlock(&family.lock)
+    mmap_unlock(mm)
+    if error:
+        mm_exit(child)
     return error

@@ -10,7 +10,7 @@ from libc.stdint cimport uint8_t
 from libc.stdlib cimport free
 cimport cython
 from mmcore.core.access cimport access_bytes, access_stop, page_at_addr, pagemap_words, populate, touch_pages
-from mmcore.core.fork cimport dup_mmap
+from mmcore.core.fork cimport fork_mm
 from mmcore.core.file cimport File
 from mmcore.core.filemap cimport file_mapped
 from mmcore.core.fault cimport EHWPOISON
@@ -20,7 +20,7 @@ from mmcore.core.mm_args cimport *
 from mmcore.core.mremap cimport do_mremap
 from mmcore.core.pgtable cimport *
 from mmcore.core.remap cimport split_mapped
-from mmcore.core.vma cimport do_mprotect, do_munmap, exit_mmap
+from mmcore.core.vma cimport do_mprotect, do_munmap, mm_exit
 
 import errno as _errno
 import itertools
@@ -390,14 +390,15 @@ cdef class MM:
         cdef uint64_t nbytes = count_arg(n, "n", 0, ONE << 62)
         if nbytes > READ_AT_ONCE:
             # Before memory is taken for what cannot be read.
-            user_check(self, addr, nbytes)
+            user_copy(self, addr, nbytes, None, False)
         data = bytearray(nbytes)
-        user_copy(self, addr, data, False)
+        user_copy(self, addr, nbytes, data, False)
         return bytes(data)
 
     def write(self, addr, data):
         """Write bytes as the process does. Raises as read(); a range that is not all writable is refused as a whole."""
-        user_copy(self, addr, memoryview(data).cast("B"), True)
+        data = memoryview(data).cast("B")
+        user_copy(self, addr, len(data), data, True)
 
     def touch(self, addr, length, write=True):
         """Access one byte of each page of a range, without changing any; returns the faults it took.
@@ -540,31 +541,6 @@ cdef class MM:
             raise InvalidArgument("MMF_HAS_PINNED is never cleared")
         a64_fetch_or_relaxed(&self.ptr().flags, MMF_HAS_PINNED)
 
-cdef int fork_mm(mm_t *child, mm_t *mm) noexcept nogil:
-    cdef family_t *family
-    cdef int error = mmap_write_lock(mm)
-    if error:
-        return error
-    # Whoever comes from a page waits until all that maps it can be found.
-    family = mm.family
-    pthread_mutex_lock(&family.lock)
-    error = dup_mmap(child, mm)
-    if error == 0:
-        family_join_locked(child, family)
-    pthread_mutex_unlock(&family.lock)
-    mmap_unlock(mm)
-    if error:
-        mm_exit(child)
-    return error
-
-cdef void mm_exit(mm_t *mm) noexcept nogil:
-    if mmap_write_lock(mm) == 0:
-        exit_mmap(mm)
-        family_leave(mm)
-        mm_unregister(mm)
-        a32_store_relaxed(&mm.exited, True)
-        mmap_unlock(mm)
-
 cdef object snapshot(MM self, const seen_t *seen):
     file = self.files.get(seen.file_id) if seen.v.file != NULL else None
     if file is None and seen.v.file != NULL:
@@ -574,37 +550,21 @@ cdef object snapshot(MM self, const seen_t *seen):
 cdef enum:
     READ_AT_ONCE = 1 << 20      # bytes
 
-cdef int user_check(MM self, object addr, uint64_t n) except -1:
-    """Raise as read() of a range that is not all readable."""
+cdef int user_copy(MM self, object addr, uint64_t n, object data, bint write) except -1:
+    """Copy n bytes between user memory and data; for None, only raise where not all of them can be accessed."""
     cdef mm_t *mm = self.ptr()
     cdef uint64_t at = count_arg(addr, "addr", 0, ~<uint64_t>0), stop = 0
-    cdef int error
-    if at + <object>n > task_size(&mm.pgd):
-        raise MMError(_errno.EFAULT, f"read(): {n} bytes from {at:#x} on leave the address space", addr=at)
-    self.mem.enter()
-    with nogil:
-        error = mmap_read_lock(mm)
-        if error == 0:
-            stop = access_stop(mm, at, at + n, False)
-            mmap_unlock(mm)
-    self.mem.leave()
-    if error:
-        self.ptr()
-    if stop < at + n:
-        raise access_error(self.mem, mm, FAULT_SIGSEGV, stop, False, "read()")
-    return 0
-
-cdef int user_copy(MM self, object addr, object data, bint write) except -1:
-    cdef mm_t *mm = self.ptr()
-    cdef uint64_t at = count_arg(addr, "addr", 0, ~<uint64_t>0), n = len(data), stop = 0
     cdef const uint8_t[::1] view
+    cdef uint8_t *bytes = NULL
     cdef int error = 0
     call = "write()" if write else "read()"
     if n == 0:
         return 0
     if at + <object>n > task_size(&mm.pgd):
         raise MMError(_errno.EFAULT, f"{call}: {n} bytes from {at:#x} on leave the address space", addr=at)
-    view = data
+    if data is not None:
+        view = data
+        bytes = <uint8_t *>&view[0]
     self.mem.enter()
     with nogil:
         error = mmap_read_lock(mm)
@@ -613,8 +573,8 @@ cdef int user_copy(MM self, object addr, object data, bint write) except -1:
             if stop < at + n:
                 error = FAULT_SIGSEGV
                 at = stop
-            else:
-                error = access_bytes(mm, &at, <uint8_t *>&view[0], n, write)
+            elif bytes != NULL:
+                error = access_bytes(mm, &at, bytes, n, write)
             mmap_unlock(mm)
     self.mem.leave()
     if error:

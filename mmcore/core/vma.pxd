@@ -47,4 +47,4 @@ cdef uint64_t find_area(mm_t *mm, uint64_t length, uint64_t align) noexcept nogi
 cdef int do_munmap(mm_t *mm, uint64_t start, uint64_t end) noexcept nogil
 cdef int do_mprotect(mm_t *mm, uint64_t start, uint64_t end, uint64_t prot) noexcept nogil
 cdef uint64_t vma_granule(const mm_t *mm, const vma_t *v) noexcept nogil    # bytes at whose multiples it may be split
-cdef void exit_mmap(mm_t *mm) noexcept nogil
+cdef void mm_exit(mm_t *mm) noexcept nogil      # unmaps all, and leaves family and registry; once

@@ -271,3 +271,11 @@ cdef int do_mprotect(mm_t *mm, uint64_t start, uint64_t end, uint64_t prot) noex
         protect_table(mm, v, mm.pgd.top, mm.pgd.levels - 1, v.start, v.end)
     vma_merge(mm, start, end)
     return 0
+
+cdef void mm_exit(mm_t *mm) noexcept nogil:
+    if mmap_write_lock(mm) == 0:
+        exit_mmap(mm)
+        family_leave(mm)
+        mm_unregister(mm)
+        a32_store_relaxed(&mm.exited, True)
+        mmap_unlock(mm)
