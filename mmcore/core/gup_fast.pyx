@@ -357,7 +357,7 @@ cdef void gup_fast(gup_t *w) noexcept nogil:
     walk_leave(&mm.pgd, token)
     count_walk(w)
     if pin:
-        mm_barrier()
+        mm_full_barrier()
         if mm_unlikely(a32_load_acquire(&mm.write_protect_seq) != seq) and not mm_planted(2):
             release_leaves(w.m, w.leaf + first, w.nr_leaves - first, True)
             w.nr_leaves = first

@@ -44,12 +44,10 @@ cdef extern from *:
     #if defined(__x86_64__) || defined(__i386__)
     #define mm_after_rmw() __asm__ __volatile__("" ::: "memory")
     #else
-    #define mm_after_rmw() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+    #define mm_after_rmw() mm_full_barrier()
     #endif
-    #define mm_barrier() __atomic_thread_fence(__ATOMIC_SEQ_CST)
     """
     void mm_after_rmw() nogil
-    void mm_barrier() nogil
 
 cdef enum gup_why:              # what ended a walk: the words that go with an errno
     WHY_NOTHING
