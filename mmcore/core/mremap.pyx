@@ -122,9 +122,6 @@ cdef int do_mremap(mm_t *mm, uint64_t old, uint64_t old_len, uint64_t new_len, u
     if new_len > old_len and v.flags & (VM_DONTEXPAND | VM_PFNMAP):
         return -EFAULT
     if fixed:
-        # Again, by the lengths of huge pages.
-        if new[0] < old + old_len and old < new[0] + new_len:
-            return -EINVAL
         error = do_munmap(mm, new[0], new[0] + new_len)
         if error == 0 and new_len < old_len:
             error = do_munmap(mm, old + new_len, old + old_len)
