@@ -5,7 +5,7 @@ together, and the sums of what it finds must be what the counters say. Nobody el
 """
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
-from mmcore.core.filemap cimport cache_next
+from mmcore.core.filemap cimport cache_next, is_page
 from mmcore.core.memory cimport *
 from mmcore.core.folio cimport pincount_load, refs_load
 from mmcore.core.pgtable cimport *
@@ -368,7 +368,7 @@ cdef bint check_file(sums_t *s, file_t *f) noexcept nogil:
         pfn = f.cache[i]
         if pfn == CACHE_RESERVED:
             reserved += 1
-        elif pfn > CACHE_RESERVED and pfn < CACHE_SWAP:
+        elif is_page(pfn):
             pages += ONE << f.order
             if f.kind != FILE_PFNMAP and check_cached(s, f, i, pfn):
                 return True

@@ -31,8 +31,7 @@ cdef inline void cache_fill(file_t *f, uint64_t first, uint64_t nr) noexcept nog
     """Note that these entries are about to hold something."""
     cdef uint64_t i
     for i in range(first // CACHE_STRETCH, (first + nr - 1) // CACHE_STRETCH + 1):
-        if not bitmap_test(&f.filled, i):
-            bitmap_set(&f.filled, i)
+        bitmap_set(&f.filled, i)
 
 cdef inline uint64_t cache_next(const file_t *f, uint64_t entry, uint64_t end) noexcept nogil:
     """The first entry from here on that may hold something, or end."""

@@ -187,6 +187,7 @@ cdef int file_room(file_t *f, uint64_t size) noexcept nogil:
     cdef uint64_t pages = (size + (ONE << m.page_shift) - 1) >> m.page_shift, stretches
     cdef uint64_t entries = (pages + (ONE << f.order) - 1) >> f.order
     cdef uint64_t *bits
+    cdef bint with_disk = f.kind == FILE_EXT4 or f.kind == FILE_IOMEM
     if entries <= f.nr_entries:
         return 0
     if inject_fails(m, INJECT_ALLOC):
@@ -200,10 +201,10 @@ cdef int file_room(file_t *f, uint64_t size) noexcept nogil:
     bits = <uint64_t *>reserve(bitmap_words(stretches) * 8, False)
     if bits != NULL:
         bitmap_place(&new.filled, stretches, bits)
-    if f.kind == FILE_EXT4 or f.kind == FILE_IOMEM:
+    if with_disk:
         new.disk = <uint8_t *>reserve(entries << m.page_shift, False)
         new.on_disk = <uint8_t *>reserve(entries, False)
-    if new.cache == NULL or bits == NULL or (f.kind == FILE_EXT4 or f.kind == FILE_IOMEM) and (new.disk == NULL or new.on_disk == NULL):
+    if new.cache == NULL or bits == NULL or with_disk and (new.disk == NULL or new.on_disk == NULL):
         file_forget(&new)
         return -ENOMEM
     if f.nr_entries:
