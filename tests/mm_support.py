@@ -28,3 +28,13 @@ def exclusive(page):
 def seen_by_device(pages, i=0, n=1):
     """What DMA through a pinned list reads."""
     return bytes(mmc.page_address(pages[i])[:n])
+
+
+def shared(mm, file, length, **more):
+    """Map a file shared; its address."""
+    return mm.mmap(length, flags=mmc.MAP_SHARED, file=file, **more)
+
+
+def private(mm, file, length, **more):
+    """Map a file privately; its address."""
+    return mm.mmap(length, flags=mmc.MAP_PRIVATE, file=file, **more)
